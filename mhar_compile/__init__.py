@@ -1,0 +1,14 @@
+"""Multi-head attention residuals: learned routing over depth, as a compiler-friendly PyTorch operator."""
+
+from pathlib import Path as _Path
+
+_here = _Path(__file__).parent
+if not (_here / "ops").is_dir():  # a source checkout: ops/ and lowering/ stand beside this folder
+    __path__.append(str(_here.parent))
+
+import mhar_compile.ops  # noqa: E402  registers torch.ops.mhar; the path above has to come first
+from .functional import route  # noqa: E402
+from .router import Router  # noqa: E402
+
+__all__ = ["Router", "route"]
+__version__ = "0.1.0"
