@@ -6,9 +6,9 @@ _here = _Path(__file__).parent
 if not (_here / "ops").is_dir():  # a source checkout: ops/ and lowering/ stand beside this folder
     __path__.append(str(_here.parent))
 
-import mhar_compile.ops  # noqa: E402  registers torch.ops.mhar; the path above has to come first
+from . import ops  # noqa: E402  after the path above; importing it registers torch.ops.mhar
 from .functional import route  # noqa: E402
 from .router import Router  # noqa: E402
 
-__all__ = ["Router", "route"]
+__all__ = ["Router", "ops", "route"]
 __version__ = "0.1.0"
