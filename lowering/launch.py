@@ -1,0 +1,249 @@
+"""``mhar::route`` and ``mhar::route_backward`` on a GPU: which kernels are launched, on what.
+
+A launch is a value: the same one is run eagerly, compiled ahead of time and counted. Sources are read where they lie;
+one whose tokens are not evenly spaced in memory is copied once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .rules import RECTANGLE, SiteRule, ceil_div, site_rule
+from .site import site_backward, site_coupling, site_forward, site_sums
+
+SUM_COLUMNS = 32  # of the second stage: 128 bytes a row, and enough programs at d 512
+SUM_PROGRAMS = 32  # rows of shares read at a time
+
+
+@dataclass(frozen=True)
+class Launch:
+    """A kernel, its grid, and by name its run-time arguments, its constants and the compiler's options."""
+
+    kernel: Any
+    grid: tuple[int, ...]
+    arguments: dict[str, Any]
+    constants: dict[str, int]
+    options: dict[str, int]
+
+    def run(self) -> None:
+        self.kernel[self.grid](**self.arguments, **self.constants, **self.options)
+
+
+def route(
+    sources: Sequence[Tensor],
+    query: Tensor,
+    key_weight: Tensor | None,
+    null_source: Tensor | None,
+    residual: Tensor | None,
+    gate: Tensor | None,
+    eps: float,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Output [..., d], logits [N, ..., H], log-sum-exp [..., H] and reciprocal RMS [N, ...] of one site."""
+    like = sources[0] if sources else residual
+    assert like is not None
+    tokens, heads = like.shape[:-1], query.shape[0]
+    count = len(sources) + (null_source is not None)
+    out = like.new_empty(like.shape)
+    logits = like.new_empty((count, *tokens, heads), dtype=torch.float32)
+    lse = like.new_empty((*tokens, heads), dtype=torch.float32)
+    rstd = like.new_empty((count, *tokens), dtype=torch.float32)
+    if out.numel():
+        rows = rows_of(sources, null_source, out)
+        for launch in forward_launches(rows, query, key_weight, residual, gate, eps, out, logits, lse, rstd):
+            launch.run()
+    return out, logits, lse, rstd
+
+
+def route_backward(
+    grad_out: Tensor,
+    sources: Sequence[Tensor],
+    query: Tensor,
+    key_weight: Tensor | None,
+    null_source: Tensor | None,
+    gate: Tensor | None,
+    logits: Tensor,
+    lse: Tensor,
+    rstd: Tensor,
+) -> tuple[list[Tensor], Tensor, Tensor, Tensor, Tensor]:
+    """Gradients of the sources, query, key weight, null source and gate; empty where the argument is absent."""
+
+    def like(parameter: Tensor | None) -> Tensor:
+        if parameter is None:
+            return grad_out.new_empty(0)
+        return parameter.new_empty(parameter.shape) if grad_out.numel() else parameter.new_zeros(parameter.shape)
+
+    grads = [grad_out.new_empty(source.shape) for source in sources]
+    parameters = like(query), like(key_weight), like(null_source), like(gate)
+    if grad_out.numel():
+        rows = rows_of(sources, null_source, grad_out)
+        for launch in backward_launches(
+            row_of(grad_out), rows, grads, query, key_weight, null_source, gate, logits, lse, rstd, *parameters
+        ):
+            launch.run()
+    return grads, *parameters
+
+
+def forward_launches(
+    rows: list[Tensor],
+    query: Tensor,
+    key_weight: Tensor | None,
+    residual: Tensor | None,
+    gate: Tensor | None,
+    eps: float,
+    out: Tensor,
+    logits: Tensor,
+    lse: Tensor,
+    rstd: Tensor,
+) -> Iterator[Launch]:
+    """One launch for every RECTANGLE sources; from one to the next the float32 (max, sum, mixture) is carried."""
+    (heads, head_width), (tokens, width) = query.shape, rows[0].shape
+    rule = site_rule(heads, head_width, out.element_size())
+    extra = None if residual is None else row_of(residual)
+    carry = [logits] * 3  # read and written by nobody where one launch is enough
+    if len(rows) > RECTANGLE:
+        carry = [lse.new_empty(shape) for shape in ((tokens, heads), (tokens, heads), (tokens, width))]
+    for first in range(0, len(rows), RECTANGLE):
+        part = rows[first : first + RECTANGLE]
+        arguments = dict(
+            sources=padded(part),
+            strides=padded([row.stride(0) for row in part]),
+            count=len(part),
+            query=query.contiguous(),
+            key_weight=None if key_weight is None else key_weight.contiguous(),
+            residual=extra,
+            residual_stride=None if extra is None else extra.stride(0),
+            gate=gate,
+            logits=logits[first:],
+            rstd=rstd[first:],
+            lse=lse,
+            out=out,
+            carry_max=carry[0],
+            carry_sum=carry[1],
+            carry_mix=carry[2],
+            carried=int(first > 0),
+            last=int(first + RECTANGLE >= len(rows)),
+            tokens=tokens,
+            eps=eps,
+        )
+        constants = site_constants(heads, head_width, out)
+        yield Launch(site_forward, (ceil_div(tokens, rule.tokens),), arguments, constants, site_options(rule))
+
+
+def backward_launches(
+    grad_out: Tensor,
+    rows: list[Tensor],
+    grads: list[Tensor],
+    query: Tensor,
+    key_weight: Tensor | None,
+    null_source: Tensor | None,
+    gate: Tensor | None,
+    logits: Tensor,
+    lse: Tensor,
+    rstd: Tensor,
+    grad_query: Tensor,
+    grad_key_weight: Tensor,
+    grad_null: Tensor,
+    grad_gate: Tensor,
+) -> Iterator[Launch]:
+    """Gradients in one launch for at most RECTANGLE sources, else all dots first; then the sums over tokens."""
+    (heads, head_width), (tokens, width) = query.shape, grad_out.shape
+    rule = site_rule(heads, head_width, grad_out.element_size())
+    programs = min(rule.programs, ceil_div(tokens, rule.tokens))
+    nulls = int(null_source is not None)
+    targets = [rows[0]] * nulls + grads  # the null source's slot is never written
+    dots = torch.empty_like(logits)
+    query_sums = lse.new_empty((programs, width))
+    null_sums = None if null_source is None else torch.empty_like(query_sums)
+    gate_sums = None if gate is None else lse.new_empty(programs)
+    query, key_weight = query.contiguous(), None if key_weight is None else key_weight.contiguous()
+    constants = site_constants(heads, head_width, grad_out)
+
+    def shared(first: int) -> dict[str, Any]:
+        part = rows[first : first + RECTANGLE]
+        return dict(
+            grad_out=grad_out,
+            grad_stride=grad_out.stride(0),
+            sources=padded(part),
+            strides=padded([row.stride(0) for row in part]),
+            count=len(part),
+            logits=logits[first:],
+            lse=lse,
+            dots=dots[first:],
+            coupling=coupling,
+            tokens=tokens,
+        )
+
+    coupling = None
+    if len(rows) > RECTANGLE:
+        coupling = torch.zeros_like(lse)
+        for first in range(0, len(rows), RECTANGLE):
+            yield Launch(site_coupling, (ceil_div(tokens, rule.tokens),), shared(first), constants, site_options(rule))
+    for first in range(0, len(rows), RECTANGLE):
+        arguments = shared(first) | dict(
+            grads=padded(targets[first : first + RECTANGLE]),
+            nulls=nulls if first == 0 else 0,
+            query=query,
+            key_weight=key_weight,
+            gate=gate,
+            rstd=rstd[first:],
+            query_sums=query_sums,
+            null_sums=null_sums,
+            gate_sums=gate_sums,
+            carried=int(first > 0),
+        )
+        yield Launch(site_backward, (programs,), arguments, constants, site_options(rule))
+    arguments = dict(
+        query_sums=query_sums,
+        null_sums=null_sums,
+        gate_sums=gate_sums,
+        query=query,
+        key_weight=key_weight,
+        grad_query=grad_query,
+        grad_key_weight=None if key_weight is None else grad_key_weight,
+        grad_null=None if null_source is None else grad_null,
+        grad_gate=None if gate is None else grad_gate,
+        programs=programs,
+    )
+    constants = {"WIDTH": width, "PROGRAMS": SUM_PROGRAMS, "COLUMNS": SUM_COLUMNS}
+    yield Launch(site_sums, (ceil_div(width, SUM_COLUMNS),), arguments, constants, {"num_warps": 4})
+
+
+def site_constants(heads: int, head_width: int, like: Tensor) -> dict[str, int]:
+    rule = site_rule(heads, head_width, like.element_size())
+    return {
+        "H": heads,
+        "K": head_width,
+        "TOKENS": rule.tokens,
+        "HEADS": rule.heads,
+        "COLUMNS": rule.columns,
+        "GROUP": rule.group,
+    }
+
+
+def site_options(rule: SiteRule) -> dict[str, int]:
+    return {"num_warps": rule.warps, "num_stages": 1, "maxnreg": rule.registers}
+
+
+def rows_of(sources: Sequence[Tensor], null_source: Tensor | None, like: Tensor) -> list[Tensor]:
+    """The sources as [tokens, d], the null source first, in their dtype and with stride 0 over tokens."""
+    rows = [row_of(source) for source in sources]
+    if null_source is not None:
+        null = null_source.to(like.dtype).contiguous()
+        rows.insert(0, null.expand(like.numel() // like.shape[-1], -1))
+    return rows
+
+
+def row_of(x: Tensor) -> Tensor:
+    """[..., d] as [tokens, d] with a contiguous width: a view where one stride leads from token to token, else a copy."""
+    rows = x.reshape(-1, x.shape[-1])
+    return rows if rows.stride(1) == 1 or rows.shape[1] == 1 else rows.contiguous()
+
+
+def padded(values: list[Any]) -> tuple[Any, ...]:
+    """RECTANGLE entries; the last one fills the slots that `count` masks."""
+    return (*values, *values[-1:] * (RECTANGLE - len(values)))

@@ -1,0 +1,483 @@
+"""The kernels of one site and at most len(sources) sources: forward, backward, and the end of the query-side sums.
+
+A site with more sources takes several launches: the forward hands (max, sum, mixture) in float32 from one to the next,
+the backward first forms every dot (site_coupling), then the gradients. Sources come in groups of GROUP: the loads of a
+group are in flight together and its sums share one barrier. Slots from `count` on are masked, whole groups skipped.
+
+Shapes: sources, out, grad_out, residual [tokens, d] with a stride between tokens; logits, dots [count, tokens, H];
+rstd [count, tokens]; lse, coupling, carry_max, carry_sum [tokens, H]; carry_mix [tokens, d]; query [H, K], key_weight [d].
+"""
+
+import triton
+import triton.language as tl
+
+from .tiles import (
+    fold,
+    fold_unit,
+    heads_of,
+    load_heads,
+    load_row,
+    load_unit,
+    mask_heads,
+    over_heads,
+    pick,
+    rounded_key,
+    store_heads,
+    store_sum,
+    store_unit,
+    sums,
+    tile_of,
+    to_float32,
+    tokens_of,
+    zero_heads,
+    zero_row,
+)
+
+
+@triton.jit
+def load_group(sources, strides, first, count, token, live, TILE: tl.constexpr, GROUP: tl.constexpr):
+    """The rows of GROUP sources as one tuple of units, source by source."""
+    rows = ()
+    for i in tl.static_range(GROUP):
+        stride = pick(strides, first + i)
+        rows = rows + load_row(pick(sources, first + i), token, stride, live & (first + i < count), TILE)
+    return rows
+
+
+@triton.jit
+def group_rstd(rows, eps, TILE: tl.constexpr, GROUP: tl.constexpr):
+    """Reciprocal root mean squares of GROUP rows, per token."""
+    squares = ()
+    for i in tl.static_range(GROUP):
+        square = tl.zeros([TILE.ROWS, TILE.COLUMNS], tl.float32)
+        for u in tl.static_range(TILE.UNITS):
+            x = rows[i * TILE.UNITS + u].to(tl.float32)
+            square += x * x
+        squares = squares + (square,)
+    totals = over_heads(sums(squares, 1), TILE)
+    rstds = ()
+    for i in tl.static_range(GROUP):
+        rstds = rstds + (tl.rsqrt(totals[i] * (1.0 / TILE.WIDTH) + eps),)
+    return rstds
+
+
+@triton.jit
+def group_dots(rows, rstds, others, TILE: tl.constexpr, GROUP: tl.constexpr):
+    """<row, other> per head of GROUP rows, GROUP entries a head group; with rstds of the rounded keys instead."""
+    dots = ()
+    for h in tl.static_range(TILE.GROUPS):
+        products = ()
+        for i in tl.static_range(GROUP):
+            total = tl.zeros([TILE.ROWS, TILE.COLUMNS], tl.float32)
+            for c in tl.static_range(TILE.CHUNKS):
+                row = rows[i * TILE.UNITS + h * TILE.CHUNKS + c]
+                if rstds is None:
+                    total += row.to(tl.float32) * others[h * TILE.CHUNKS + c]
+                else:
+                    total += rounded_key(row, rstds[i]) * others[h * TILE.CHUNKS + c]
+            products = products + (total,)
+        dots = dots + sums(products, 1)
+    return dots
+
+
+@triton.jit
+def absorb(top, total, mix, logits, rows, TILE: tl.constexpr, GROUP: tl.constexpr):
+    """One step of the online softmax: GROUP more rows into the running (max, sum, mixture)."""
+    tops = ()
+    totals = ()
+    mixed = ()
+    for h in tl.static_range(TILE.GROUPS):
+        highest = top[h]
+        for i in tl.static_range(GROUP):
+            highest = tl.maximum(highest, logits[h * GROUP + i])
+        shift = tl.where(highest == float("-inf"), 0.0, highest)
+        decay = tl.exp(top[h] - shift)
+        weights = ()
+        summed = total[h] * decay
+        for i in tl.static_range(GROUP):
+            weight = tl.exp(logits[h * GROUP + i] - shift)
+            weights = weights + (weight,)
+            summed += weight
+        for c in tl.static_range(TILE.CHUNKS):
+            part = mix[h * TILE.CHUNKS + c] * decay[:, None]
+            for i in tl.static_range(GROUP):
+                part += weights[i][:, None] * rows[i * TILE.UNITS + h * TILE.CHUNKS + c].to(tl.float32)
+            mixed = mixed + (part,)
+        tops = tops + (highest,)
+        totals = totals + (summed,)
+    return tops, totals, mixed
+
+
+@triton.jit
+def store_scores(logits, rstd, scores, rstds, first, count, token, tokens, live, TILE: tl.constexpr, GROUP: tl.constexpr):
+    """Write logits and reciprocal RMS of GROUP sources; return the logits with -inf for absent sources."""
+    masked = ()
+    for i in tl.static_range(GROUP):
+        once = live & (first + i < count) & (heads_of(0, TILE) == 0)
+        tl.store(rstd + (first + i) * tokens.to(tl.int64) + token, rstds[i], mask=once)
+    for h in tl.static_range(TILE.GROUPS):
+        for i in tl.static_range(GROUP):
+            present = first + i < count
+            at = logits + ((first + i) * tokens.to(tl.int64) + token) * TILE.H + heads_of(h, TILE)
+            tl.store(at, scores[h * GROUP + i], mask=mask_heads(live, h, TILE) & present)
+            masked = masked + (tl.where(present, scores[h * GROUP + i], float("-inf")),)
+    return masked
+
+
+@triton.jit(do_not_specialize=["count", "carried", "last", "tokens"])
+def site_forward(
+    sources,
+    strides,
+    count,
+    query,
+    key_weight,
+    residual,
+    residual_stride,
+    gate,
+    logits,
+    rstd,
+    lse,
+    out,
+    carry_max,
+    carry_sum,
+    carry_mix,
+    carried,
+    last,
+    tokens,
+    eps,
+    H: tl.constexpr,
+    K: tl.constexpr,
+    TOKENS: tl.constexpr,
+    HEADS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    GROUP: tl.constexpr,
+):
+    """Logits, reciprocal RMS and the softmax mixture of `count` sources, each read once, for one tile of tokens."""
+    TILE: tl.constexpr = tile_of(H, K, TOKENS, HEADS, COLUMNS)
+    token = tokens_of(tl.program_id(0), TILE)
+    live = token < tokens
+    folded = fold(query, key_weight, token, live, TILE)
+    top = ()
+    for h in tl.static_range(TILE.GROUPS):
+        at = carry_max + token * H + heads_of(h, TILE)
+        top = top + (tl.load(at, mask=mask_heads(live, h, TILE) & (carried != 0), other=float("-inf")),)
+    total = load_heads(carry_sum, token, live & (carried != 0), TILE)
+    mix = load_row(carry_mix, token, TILE.WIDTH, live & (carried != 0), TILE)
+
+    rows = load_group(sources, strides, 0, count, token, live, TILE, GROUP)
+    for first in range(0, count, GROUP):
+        following = load_group(sources, strides, first + GROUP, count, token, live, TILE, GROUP)
+        rstds = group_rstd(rows, eps, TILE, GROUP)
+        scores = group_dots(rows, rstds, folded, TILE, GROUP)
+        scores = store_scores(logits, rstd, scores, rstds, first, count, token, tokens, live, TILE, GROUP)
+        top, total, mix = absorb(top, total, mix, scores, rows, TILE, GROUP)
+        rows = following
+
+    if last:
+        scale = 1.0
+        if gate is not None:
+            scale = tl.load(gate).to(tl.float32)
+        levels = ()
+        for h in tl.static_range(TILE.GROUPS):
+            levels = levels + (top[h] + tl.log(total[h]),)
+        store_heads(lse, levels, token, live, TILE)
+        for u in tl.static_range(TILE.UNITS):
+            value = mix[u] * (scale / total[u // TILE.CHUNKS])[:, None]
+            if residual is not None:
+                value += load_unit(residual, token, residual_stride, live, u, TILE).to(tl.float32)
+            store_unit(out, value, token, TILE.WIDTH, live, u, TILE)
+    else:
+        store_heads(carry_max, top, token, live, TILE)
+        store_heads(carry_sum, total, token, live, TILE)
+        for u in tl.static_range(TILE.UNITS):
+            store_unit(carry_mix, mix[u], token, TILE.WIDTH, live, u, TILE)
+
+
+@triton.jit
+def load_weight(logits, levels, slot, count, token, tokens, live, group: tl.constexpr, TILE: tl.constexpr):
+    """Logit and softmax weight of one source for one group of heads; zero where masked."""
+    present = mask_heads(live, group, TILE) & (slot < count)
+    at = logits + (slot * tokens.to(tl.int64) + token) * TILE.H + heads_of(group, TILE)
+    logit = tl.load(at, mask=present, other=0.0)
+    return logit, tl.where(present, tl.exp(logit - levels[group]), 0.0)
+
+
+@triton.jit
+def site_dots(
+    sources,
+    strides,
+    count,
+    douts,
+    logits,
+    levels,
+    dots,
+    coupling,
+    token,
+    tokens,
+    live,
+    TILE: tl.constexpr,
+    GROUP: tl.constexpr,
+):
+    """Store <dout, x_n> of every source; return coupling plus sum_n w_n <dout, x_n>, per head."""
+    for first in range(0, count, GROUP):
+        rows = load_group(sources, strides, first, count, token, live, TILE, GROUP)
+        found = group_dots(rows, None, douts, TILE, GROUP)
+        updated = ()
+        for h in tl.static_range(TILE.GROUPS):
+            part = coupling[h]
+            for i in tl.static_range(GROUP):
+                _, weight = load_weight(logits, levels, first + i, count, token, tokens, live, h, TILE)
+                at = dots + ((first + i) * tokens.to(tl.int64) + token) * TILE.H + heads_of(h, TILE)
+                tl.store(at, found[h * GROUP + i], mask=mask_heads(live, h, TILE) & (first + i < count))
+                part += weight * found[h * GROUP + i]
+            updated = updated + (part,)
+        coupling = updated
+    return coupling
+
+
+@triton.jit(do_not_specialize=["count", "tokens"])
+def site_coupling(
+    grad_out,
+    grad_stride,
+    sources,
+    strides,
+    count,
+    logits,
+    lse,
+    dots,
+    coupling,
+    tokens,
+    H: tl.constexpr,
+    K: tl.constexpr,
+    TOKENS: tl.constexpr,
+    HEADS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    GROUP: tl.constexpr,
+):
+    """The dots of `count` sources, and their part of <dout, mix> added to coupling, for one tile of tokens."""
+    TILE: tl.constexpr = tile_of(H, K, TOKENS, HEADS, COLUMNS)
+    token = tokens_of(tl.program_id(0), TILE)
+    live = token < tokens
+    douts = to_float32(load_row(grad_out, token, grad_stride, live, TILE))
+    levels = load_heads(lse, token, live, TILE)
+    before = load_heads(coupling, token, live, TILE)
+    after = site_dots(
+        sources, strides, count, douts, logits, levels, dots, before, token, tokens, live, TILE, GROUP
+    )  # fmt: skip
+    store_heads(coupling, after, token, live, TILE)
+
+
+@triton.jit
+def logit_gradient(slot, count, scale, logits, levels, dots, coupling, token, tokens, live, TILE: tl.constexpr):
+    """Scaled weights and logit gradients of one source per head, and sum_h dl l per token."""
+    weights = ()
+    dlogits = ()
+    norm = tl.zeros([TILE.ROWS], tl.float32)
+    for h in tl.static_range(TILE.GROUPS):
+        logit, weight = load_weight(logits, levels, slot, count, token, tokens, live, h, TILE)
+        at = dots + (slot * tokens.to(tl.int64) + token) * TILE.H + heads_of(h, TILE)
+        dot = tl.load(at, mask=mask_heads(live, h, TILE) & (slot < count), other=0.0)
+        dlogit = scale * weight * (dot - coupling[h])
+        norm += dlogit * logit
+        weights = weights + (scale * weight,)
+        dlogits = dlogits + (dlogit,)
+    return weights, dlogits, over_heads((norm,), TILE)[0]
+
+
+@triton.jit
+def source_gradient(
+    source,
+    stride,
+    grad,
+    rstd,
+    weights,
+    dlogits,
+    norm,
+    douts,
+    folded,
+    query,
+    key_weight,
+    dfolded,
+    token,
+    live,
+    TILE: tl.constexpr,
+):
+    """Write one source's gradient; return dfolded plus dl key. An empty folded is read again, unit by unit."""
+    inverse = tl.load(rstd + token, mask=live, other=0.0)
+    through_norm = inverse * inverse * norm * (1.0 / TILE.WIDTH)
+    updated = ()
+    for u in tl.static_range(TILE.UNITS):
+        x = load_unit(source, token, stride, live, u, TILE)
+        weight = weights[u // TILE.CHUNKS]
+        dlogit = dlogits[u // TILE.CHUNKS]
+        if len(folded) > 0:
+            through_key = folded[u]
+        else:
+            through_key = fold_unit(query, key_weight, token, live, u, TILE)
+        value = weight[:, None] * douts[u] + (inverse * dlogit)[:, None] * through_key
+        value -= through_norm[:, None] * x.to(tl.float32)
+        store_unit(grad, value, token, TILE.WIDTH, live, u, TILE)
+        updated = updated + (dfolded[u] + dlogit[:, None] * rounded_key(x, inverse),)
+    return updated
+
+
+@triton.jit
+def add_null(nulls, scale, logits, levels, dots, S, douts, sums, token, tokens, live, TILE: tl.constexpr):
+    """Add what the null source, slot 0 where nulls is 1, owes to these tokens: w dout, dl, and sum_h dl l.
+
+    Its row and its RMS are the same for every token, so its gradient needs no more than these sums.
+    """
+    weights, dlogits, norm = logit_gradient(0, nulls, scale, logits, levels, dots, S, token, tokens, live, TILE)
+    mixed = ()
+    for u in tl.static_range(TILE.UNITS):
+        mixed = mixed + (sums[0][u] + weights[u // TILE.CHUNKS][:, None] * douts[u],)
+    through_key = ()
+    for h in tl.static_range(TILE.GROUPS):
+        through_key = through_key + (sums[1][h] + dlogits[h],)
+    return mixed, through_key, sums[2] + norm
+
+
+@triton.jit
+def store_null(null_sums, sums, null, rstd, query, key_weight, dfolded, TILE: tl.constexpr):
+    """Write this program's share of the null source's gradient; return dfolded plus the null source's dl key."""
+    row = tl.zeros([TILE.ROWS], tl.int64)
+    everywhere = row == 0
+    inverse = tl.load(rstd + row)
+    folded = fold(query, key_weight, row, everywhere, TILE)
+    updated = ()
+    for u in tl.static_range(TILE.UNITS):
+        x = load_unit(null, row, 0, everywhere, u, TILE)
+        dlogit = sums[1][u // TILE.CHUNKS]
+        value = sums[0][u] + (inverse * dlogit)[:, None] * folded[u]
+        value -= (inverse * inverse * sums[2] * (1.0 / TILE.WIDTH))[:, None] * x.to(tl.float32)
+        store_sum(null_sums, value, tl.program_id(0), u, TILE)
+        updated = updated + (dfolded[u] + dlogit[:, None] * rounded_key(x, inverse),)
+    return updated
+
+
+@triton.jit(do_not_specialize=["count", "nulls", "carried", "tokens"])
+def site_backward(
+    grad_out,
+    grad_stride,
+    sources,
+    strides,
+    grads,
+    count,
+    nulls,
+    query,
+    key_weight,
+    gate,
+    logits,
+    lse,
+    rstd,
+    dots,
+    coupling,
+    query_sums,
+    null_sums,
+    gate_sums,
+    carried,
+    tokens,
+    H: tl.constexpr,
+    K: tl.constexpr,
+    TOKENS: tl.constexpr,
+    HEADS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    GROUP: tl.constexpr,
+):
+    """Source gradients, and this program's share of the sums over tokens; a program walks over tiles of tokens.
+
+    Without coupling the dots are formed here, in a first pass over the sources; the second one finds them in the caches.
+    """
+    TILE: tl.constexpr = tile_of(H, K, TOKENS, HEADS, COLUMNS)
+    row = tl.program_id(0).to(tl.int64) + tl.zeros([TILE.ROWS], tl.int64)
+    resumed = (tl.arange(0, TILE.ROWS) < HEADS) & (carried != 0)
+    scale = 1.0
+    if gate is not None:
+        scale = tl.load(gate).to(tl.float32)
+    dfolded = load_row(query_sums, row, TILE.WIDTH, resumed, TILE)
+    null = ((), (), ())
+    if null_sums is not None:
+        null = (zero_row(TILE), zero_heads(TILE), tl.zeros([TILE.ROWS], tl.float32))
+    dgate = tl.zeros([TILE.ROWS], tl.float32)
+    for tile in range(tl.program_id(0), tl.cdiv(tokens, TOKENS), tl.num_programs(0)):
+        token = tokens_of(tile, TILE)
+        live = token < tokens
+        douts = to_float32(load_row(grad_out, token, grad_stride, live, TILE))
+        levels = load_heads(lse, token, live, TILE)
+        if coupling is None:
+            S = site_dots(
+                sources, strides, count, douts, logits, levels, dots, zero_heads(TILE), token, tokens, live, TILE, GROUP
+            )
+            tl.debug_barrier()  # the dots are read back by other threads of this program
+        else:
+            S = load_heads(coupling, token, live, TILE)
+        for h in tl.static_range(TILE.GROUPS):
+            dgate += S[h]
+        if null_sums is not None:
+            null = add_null(nulls, scale, logits, levels, dots, S, douts, null, token, tokens, live, TILE)
+        folded = ()
+        if TILE.UNITS <= 4:  # more would not fit the registers beside dout and the query's sums
+            folded = fold(query, key_weight, token, live, TILE)
+        for slot in range(nulls, count):
+            weights, dlogits, norm = logit_gradient(
+                slot, count, scale, logits, levels, dots, S, token, tokens, live, TILE
+            )
+            dfolded = source_gradient(
+                pick(sources, slot), pick(strides, slot), pick(grads, slot), rstd + slot * tokens.to(tl.int64), weights,
+                dlogits, norm, douts, folded, query, key_weight, dfolded, token, live, TILE,
+            )  # fmt: skip
+
+    if null_sums is not None:
+        if nulls > 0:
+            dfolded = store_null(null_sums, null, sources[0], rstd, query, key_weight, dfolded, TILE)
+    for u in tl.static_range(TILE.UNITS):
+        store_sum(query_sums, dfolded[u], tl.program_id(0), u, TILE)
+    if gate_sums is not None:
+        if carried == 0:
+            tl.store(gate_sums + tl.program_id(0), tl.sum(dgate, 0))
+
+
+@triton.jit
+def column_sums(shares, programs, width, column, inside, PROGRAMS: tl.constexpr, COLUMNS: tl.constexpr):
+    """Sum of shares [programs, width] over the programs, for some columns, in a fixed order."""
+    total = tl.zeros([PROGRAMS, COLUMNS], tl.float32)
+    for first in range(0, programs, PROGRAMS):
+        program = first + tl.arange(0, PROGRAMS)[:, None]
+        mask = (program < programs) & inside[None, :]
+        total += tl.load(shares + program.to(tl.int64) * width + column[None, :], mask=mask, other=0.0)
+    return tl.sum(total, 0)
+
+
+@triton.jit(do_not_specialize=["programs"])
+def site_sums(
+    query_sums,
+    null_sums,
+    gate_sums,
+    query,
+    key_weight,
+    grad_query,
+    grad_key_weight,
+    grad_null,
+    grad_gate,
+    programs,
+    WIDTH: tl.constexpr,
+    PROGRAMS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """The second stage of the sums over tokens: add up the programs' shares and unfold query and key weight."""
+    column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    inside = column < WIDTH
+    dfolded = column_sums(query_sums, programs, WIDTH, column, inside, PROGRAMS, COLUMNS)
+    dquery = dfolded
+    if key_weight is not None:
+        dquery = dfolded * tl.load(key_weight + column, mask=inside, other=0.0).to(tl.float32)
+        dkey = dfolded * tl.load(query + column, mask=inside, other=0.0).to(tl.float32)
+        tl.store(grad_key_weight + column, dkey.to(grad_key_weight.dtype.element_ty), mask=inside)
+    tl.store(grad_query + column, dquery.to(grad_query.dtype.element_ty), mask=inside)
+    if null_sums is not None:
+        dnull = column_sums(null_sums, programs, WIDTH, column, inside, PROGRAMS, COLUMNS)
+        tl.store(grad_null + column, dnull.to(grad_null.dtype.element_ty), mask=inside)
+    if gate_sums is not None:
+        only = tl.arange(0, COLUMNS)
+        total = column_sums(gate_sums, programs, 1, only, only == 0, PROGRAMS, COLUMNS)
+        tl.store(grad_gate + only, total.to(grad_gate.dtype.element_ty), mask=(only == 0) & (tl.program_id(0) == 0))

@@ -1,0 +1,153 @@
+"""Compile the kernels ahead of time, for any GPU and without one, and read what the compiler made of them."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import tempfile
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from mhar_compile.lowering.launch import Launch, backward_launches, forward_launches, rows_of
+
+DTYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16", torch.float64: "fp64"}
+CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+
+
+@dataclass(frozen=True)
+class Binary:
+    """What a kernel became: registers a thread, bytes of stack (spills) and of shared memory, and its PTX."""
+
+    registers: int
+    stack: int
+    shared: int
+    ptx: str
+
+    @property
+    def accesses(self) -> Counter[str]:
+        """Global memory instructions by kind and width in bytes: 'load 16', 'store 4', ..."""
+        found: Counter[str] = Counter()
+        for kind, lanes, bits in re.findall(r"\b(ld|st)\.global(?:\.\w+)*?(?:\.v(\d))?\.[bfus](\d+)", self.ptx):
+            found[f"{'load' if kind == 'ld' else 'store'} {int(lanes or 1) * int(bits) // 8}"] += 1
+        return found
+
+    def count(self, instruction: str) -> int:
+        """How often an instruction stands in the PTX."""
+        return len(re.findall(rf"\b{re.escape(instruction)}", self.ptx))
+
+
+def specialization(launch: Launch) -> tuple[Any, ...]:
+    """What makes a binary of its own of a launch, as Triton's launcher sees it: types, constants, divisibility by 16.
+
+    Meta tensors count as aligned. Returns the kernel's name, signature, constants, attributes and options, hashable.
+    """
+    signature: list[tuple[str, Any]] = []
+    constants: list[tuple[tuple[int, ...], Any]] = []
+    divisible: list[tuple[int, ...]] = []
+
+    def described(path: tuple[int, ...], value: Any, specialize: bool) -> Any:
+        if isinstance(value, tuple):
+            return tuple(described((*path, i), entry, specialize) for i, entry in enumerate(value))
+        if value is None or (specialize and isinstance(value, int) and value == 1):
+            constants.append((path, value))
+            return "constexpr"
+        if isinstance(value, float):
+            return "fp32"
+        if specialize and (value.data_ptr() if isinstance(value, Tensor) else value) % 16 == 0:
+            divisible.append(path)
+        if isinstance(value, Tensor):
+            return "*" + DTYPES[value.dtype]
+        return "i32" if -(2**31) <= value < 2**31 else "i64"
+
+    for i, parameter in enumerate(launch.kernel.params):
+        if parameter.name in launch.constants:
+            constants.append(((i,), launch.constants[parameter.name]))
+            signature.append((parameter.name, "constexpr"))
+        else:
+            value = described((i,), launch.arguments[parameter.name], not parameter.do_not_specialize)
+            signature.append((parameter.name, value))
+    return launch.kernel.__name__, tuple(signature), tuple(constants), tuple(divisible), tuple(launch.options.items())
+
+
+def compiled(launch: Launch, arch: int = 90) -> Binary:
+    """The launch's kernel compiled for sm_<arch>; one compilation for launches that specialize alike."""
+    key = specialization(launch)
+    if (key, arch) not in CACHE:
+        CACHE[key, arch] = compile_key(launch.kernel, key, arch)
+    return CACHE[key, arch]
+
+
+CACHE: dict[tuple[Any, int], Binary] = {}
+
+
+def compile_key(kernel: Any, key: tuple[Any, ...], arch: int) -> Binary:
+    _, signature, constants, divisible, options = key
+    attributes = {path: [["tt.divisibility", 16]] for path in divisible}
+    source = ASTSource(kernel, dict(signature), dict(constants), attributes)
+    result = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=dict(options))
+    registers, stack, shared = resources(result.asm["cubin"])
+    return Binary(registers, stack, max(shared, result.metadata.shared), result.asm["ptx"])
+
+
+def resources(cubin: bytes) -> tuple[int, int, int]:
+    """Registers a thread, stack bytes and static shared bytes of the one kernel in a cubin."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        command = [str(CUOBJDUMP), "--dump-resource-usage", file.name]
+        text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    found = re.search(r"REG:(\d+) STACK:(\d+) SHARED:(\d+) LOCAL:(\d+)", text)
+    assert found is not None, text
+    registers, stack, shared, local = map(int, found.groups())
+    return registers, stack + local, shared
+
+
+@dataclass(frozen=True)
+class Site:
+    """A routing site whose launches are wanted: sizes, dtypes, and which optional arguments it has."""
+
+    width: int
+    heads: int
+    count: int = 9
+    tokens: int = 2048
+    dtype: torch.dtype = torch.bfloat16
+    parameter_dtype: torch.dtype = torch.float32
+    null_source: bool = False
+    residual: bool = False
+    gate: bool = False
+
+    def launches(self) -> Iterator[Launch]:
+        """Its forward's and backward's launches, on tensors without memory."""
+
+        def empty(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+            return torch.empty(shape, dtype=dtype, device="meta")
+
+        def row() -> Tensor:
+            return empty(self.tokens, self.width, dtype=self.dtype)
+
+        def parameter(*shape: int) -> Tensor:
+            return empty(*shape, dtype=self.parameter_dtype)
+
+        query, key_weight = parameter(self.heads, self.width // self.heads), parameter(self.width)
+        null = parameter(self.width) if self.null_source else None
+        gate = parameter(1) if self.gate else None
+        sources = [row() for _ in range(self.count)]
+        rows = rows_of(sources, null, row())
+        logits = empty(len(rows), self.tokens, self.heads)
+        lse, rstd = empty(self.tokens, self.heads), empty(len(rows), self.tokens)
+        residual = row() if self.residual else None
+        yield from forward_launches(rows, query, key_weight, residual, gate, 1e-6, row(), logits, lse, rstd)
+        grads = [row() for _ in sources]
+        parameters = [parameter(*shape) for shape in (query.shape, (self.width,), (self.width,), (1,))]
+        yield from backward_launches(
+            row(), rows, grads, query, key_weight, null, gate, logits, lse, rstd, *parameters
+        )  # fmt: skip
