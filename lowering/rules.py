@@ -63,7 +63,7 @@ def site_rule(heads: int, head_width: int, itemsize: int) -> SiteRule:
         columns=columns,
         warps=warps,
         group=2 if values <= 16 and itemsize == 2 else 1,
-        resident=max(16 if values <= 16 else 12 if values <= 32 else 8, warps),
+        resident=max(16 if values <= 16 else 10 if values <= 32 else 8, warps),
     )
 
 

@@ -416,7 +416,7 @@ def site_backward(
         if null_sums is not None:
             null = add_null(nulls, scale, logits, levels, dots, S, douts, null, token, tokens, live, TILE)
         folded = ()
-        if TILE.UNITS <= 4:  # more would not fit the registers beside dout and the query's sums
+        if TILE.UNITS <= (4 if null_sums is None else 2):  # more would not fit beside dout and the sums over tokens
             folded = fold(query, key_weight, token, live, TILE)
         for slot in range(nulls, count):
             weights, dlogits, norm = logit_gradient(

@@ -25,11 +25,12 @@ CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
 
 @dataclass(frozen=True)
 class Binary:
-    """What a kernel became: registers a thread, bytes of stack (spills) and of shared memory, and its PTX."""
+    """What a kernel became: registers a thread, bytes of stack (spills) and of shared memory, Triton's IR and PTX."""
 
     registers: int
     stack: int
     shared: int
+    ttir: str
     ptx: str
 
     @property
@@ -95,7 +96,7 @@ def compile_key(kernel: Any, key: tuple[Any, ...], arch: int) -> Binary:
     source = ASTSource(kernel, dict(signature), dict(constants), attributes)
     result = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=dict(options))
     registers, stack, shared = resources(result.asm["cubin"])
-    return Binary(registers, stack, max(shared, result.metadata.shared), result.asm["ptx"])
+    return Binary(registers, stack, max(shared, result.metadata.shared), str(result.asm["ttir"]), result.asm["ptx"])
 
 
 def resources(cubin: bytes) -> tuple[int, int, int]:

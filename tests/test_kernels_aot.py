@@ -1,0 +1,117 @@
+"""Every kernel compiled ahead of time at every named shape: spills, registers, width of the memory accesses, sums.
+
+Needs no GPU. A figure that DESIGN.md claims and the compiler no longer gives fails here.
+"""
+
+import re
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="the kernels are written in Triton")
+
+from mhar_compile.lowering.rules import RECTANGLE, site_rule
+from perf.aot import Site, compiled
+
+SHAPES = {
+    "8B": (4096, 8),
+    "1B": (1280, 8),
+    "350M": (1024, 8),
+    "100M": (512, 4),
+    "SmolLM": (576, 9),
+    "K3": (7168, 1),
+}
+DELTA = {"null_source": True, "residual": True, "gate": True}
+SITES = [
+    *(pytest.param(Site(*shape), id=name) for name, shape in SHAPES.items()),
+    *(pytest.param(Site(*SHAPES[name], **DELTA), id=f"{name}-delta") for name in ("8B", "1B", "350M", "100M", "SmolLM")),
+    *(pytest.param(Site(*SHAPES[name], dtype=torch.float32), id=f"{name}-float32") for name in ("8B", "1B", "100M")),
+    pytest.param(Site(*SHAPES["8B"], dtype=torch.float16), id="8B-float16"),
+    pytest.param(Site(*SHAPES["1B"], count=RECTANGLE + 1), id="1B-two-rectangles"),
+    pytest.param(Site(*SHAPES["8B"], parameter_dtype=torch.bfloat16), id="8B-bfloat16-parameters"),
+]
+
+
+def kernels(site):
+    """One launch for each kernel of the site."""
+    return {launch.kernel.__name__: launch for launch in site.launches()}
+
+
+@pytest.mark.parametrize("site", SITES)
+def test_registers_spills_and_vector_accesses(site):
+    rule = site_rule(site.heads, site.width // site.heads, site.dtype.itemsize)
+    for name, launch in kernels(site).items():
+        binary = compiled(launch)
+        assert binary.stack == 0, f"{name} spills"
+        assert binary.shared <= 16 * 1024, name
+        if name == "site_sums":
+            continue
+        assert binary.registers <= rule.registers, name
+        assert rule.resident // rule.warps * rule.warps * 32 * binary.registers <= 65536, "what DESIGN claims resides"
+        accesses = binary.accesses
+        units = -(-site.heads // rule.heads) * -(-site.width // site.heads // rule.columns)
+        narrow = {kind: times for kind, times in accesses.items() if kind not in ("load 16", "store 16")}
+        assert set(narrow) <= {"load 4", "store 4"}, f"{name}: rows are moved 16 bytes at a time, got {accesses}"
+        assert accesses["load 16"] >= units * (1 + (name != "site_coupling")), name
+        if name != "site_coupling":
+            assert accesses["store 16"] >= units, name
+
+
+@pytest.mark.parametrize("site", [SITES[0], SITES[1]])
+def test_a_head_is_summed_inside_a_warp(site):
+    """Barriers are paid for the sum over heads and for small transposes, not for each head and source."""
+    rule = site_rule(site.heads, site.width // site.heads, site.dtype.itemsize)
+    for name in ("site_forward", "site_backward"):
+        binary = compiled(kernels(site)[name])
+        if rule.warps == 1:
+            assert binary.shared == 0, "a token in one warp needs no shared memory"
+        assert binary.count("bar.sync") <= 20, name
+
+
+def test_the_key_is_rounded():
+    """float32 -> bfloat16 -> float32 survives the compiler: conversions in pairs, beyond those of the stores."""
+    site = Site(1280, 8)
+    rule = site_rule(8, 160, 2)
+    pairs = 160 // rule.columns * rule.columns * rule.heads // (32 * rule.warps) // 2
+    for name, roundings in (("site_forward", 2), ("site_backward", 2)):  # the key's, and the result's
+        assert compiled(kernels(site)[name]).count("cvt.rn.bf16x2.f32") == roundings * pairs
+    assert compiled(kernels(Site(1280, 8, dtype=torch.float32))["site_forward"]).count("cvt.rn.bf16x2.f32") == 0
+
+
+def test_no_float64():
+    for launch in Site(1280, 8, count=RECTANGLE + 1, **DELTA).launches():
+        assert not re.search(r"\.f64", compiled(launch).ptx)
+
+
+def is_static(value, definitions):
+    """Whether a value of Triton's IR is made of constants and ranges alone: bounded by a row's width."""
+    operation, operands = definitions.get(value, ("argument", []))
+    if operation in ("arith.constant", "tt.make_range"):
+        return True
+    pure = operation.startswith(("arith.", "tt.splat", "tt.expand_dims", "tt.broadcast", "tt.reshape"))
+    return pure and all(is_static(operand, definitions) for operand in operands)
+
+
+@pytest.mark.parametrize("null_source", [False, True])
+def test_offsets_are_64_bits_wide(null_source):
+    """Whatever grows with tokens, sources, strides or programs is added to a pointer as int64."""
+    checked = 0
+    for launch in Site(1280, 8, count=RECTANGLE + 1, null_source=null_source).launches():
+        if launch.kernel.__name__ == "site_sums":
+            continue  # its offsets are bounded by programs x d and by d
+        lines = re.findall(r"(%\S+) = (\S+) (.*?) loc\(", compiled(launch).ttir)
+        definitions = {name: (operation, re.findall(r"%[\w#]+", rest.split(" : ")[0])) for name, operation, rest in lines}
+        for _, operation, rest in lines:
+            if operation == "tt.addptr" and "i64" not in rest.split(" : ")[1].split(", ")[-1]:
+                offset = definitions["offset"] = ("arith.", [re.findall(r"%[\w#]+", rest)[1]])
+                assert is_static("offset", definitions), f"{launch.kernel.__name__}: {rest} {offset}"
+            checked += operation == "tt.addptr"
+    assert checked > 50
+
+
+@pytest.mark.parametrize("arch", [80, 100])
+@pytest.mark.parametrize("shape", ["8B", "1B"])
+def test_other_architectures(arch, shape):
+    for name, launch in kernels(Site(*SHAPES[shape], **DELTA)).items():
+        binary = compiled(launch, arch)
+        assert binary.accesses["load 16"] > 0, name

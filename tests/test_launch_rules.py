@@ -1,0 +1,106 @@
+"""Launch rules and launches, without compiling anything: widths, idle lanes, distinct binaries, lazy imports."""
+
+import subprocess
+import sys
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="the kernels are written in Triton")
+
+from mhar_compile.lowering.rules import RECTANGLE, WASTE, ceil_div, site_rule
+from perf.aot import Site, specialization
+
+NAMED = [(8, 64), (8, 72), (8, 80), (8, 128), (4, 128), (8, 160), (8, 256), (8, 512), (9, 64), (1, 7168)]
+
+
+@pytest.mark.parametrize("itemsize", [2, 4])
+@pytest.mark.parametrize(("heads", "head_width"), NAMED)
+def test_few_idle_lanes(heads, head_width, itemsize):
+    rule = site_rule(heads, head_width, itemsize)
+    padded = ceil_div(heads, rule.heads) * rule.heads * ceil_div(head_width, rule.columns) * rule.columns
+    assert padded <= WASTE * heads * head_width
+    assert rule.tokens * rule.heads * rule.columns * itemsize == 16 * 32 * rule.warps, "16 bytes for every lane"
+
+
+@pytest.mark.parametrize("itemsize", [2, 4])
+def test_any_width(itemsize):
+    for heads in (1, 2, 3, 7, 8, 31, 64, 100):
+        for head_width in (1, 2, 7, 24, 33, 100, 511, 4096):
+            rule = site_rule(heads, head_width, itemsize)
+            lanes = rule.tokens * rule.heads * rule.columns * itemsize // 16
+            assert lanes == 32 * rule.warps
+            assert 1 <= rule.warps <= 16
+            assert rule.warps <= rule.resident, "a program's registers must fit a multiprocessor"
+            assert all(n & (n - 1) == 0 for n in (rule.tokens, rule.heads, rule.columns, rule.warps))
+
+
+@pytest.mark.parametrize(("width", "heads"), [(512, 4), (1024, 8), (1280, 8)])
+@pytest.mark.parametrize("extras", [{}, {"null_source": True, "residual": True, "gate": True}])
+def test_binaries_of_a_73_site_graph(width, heads, extras):
+    binaries = {
+        specialization(launch)
+        for count in range(1, 74)
+        for launch in Site(width, heads, count, tokens=2048, **extras).launches()
+    }
+    assert len(binaries) <= 12
+    assert len({name for name, *_ in binaries}) == 4
+
+
+def test_binaries_do_not_depend_on_tokens():
+    def of(tokens):
+        return {specialization(launch) for launch in Site(512, 4, 20, tokens=tokens).launches()}
+
+    assert of(1) == of(16) == of(2048) == of(3001)
+
+
+@pytest.mark.parametrize("count", [1, RECTANGLE, RECTANGLE + 1, 73, 1024])
+def test_launches_of_a_site(count):
+    names = [launch.kernel.__name__ for launch in Site(512, 4, count).launches()]
+    rectangles = ceil_div(count, RECTANGLE)
+    several = rectangles if rectangles > 1 else 0
+    assert names == [
+        *["site_forward"] * rectangles,
+        *["site_coupling"] * several,
+        *["site_backward"] * rectangles,
+        "site_sums",
+    ]
+
+
+def test_sources_are_read_where_they_lie():
+    from mhar_compile.lowering.launch import rows_of
+
+    memory = torch.randn(4, 3, 6, 8)
+    sources = [memory[:, :, n] for n in range(3)] + [memory[:1, :1, 0].expand(4, 3, 8)]
+    null = torch.randn(8)
+    rows = rows_of(sources, null, sources[0])
+    assert [row.data_ptr() for row in rows] == [x.data_ptr() for x in (null, *sources)]
+    assert [row.stride(0) for row in rows] == [0, 48, 48, 48, 0]
+
+
+def test_import_is_lazy_and_a_missing_triton_is_explained():
+    program = (
+        "import sys, mhar_compile\n"
+        "assert 'triton' not in sys.modules and 'mhar_compile.lowering' not in sys.modules\n"
+        "sys.modules['triton'] = None\n"
+        "from mhar_compile.ops import cuda\n"
+        "try:\n    cuda.kernels()\n"
+        "except ImportError as error:\n    assert 'install' in str(error) and 'triton' in str(error), error\n"
+        "else:\n    raise AssertionError('no error')\n"
+    )
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+
+
+def test_cuda_tensors_reach_the_kernels_and_float64_does_not(monkeypatch):
+    from mhar_compile.ops import cuda, eager
+
+    assert torch._C._dispatch_has_kernel_for_dispatch_key("mhar::route", "CUDA")
+    assert torch._C._dispatch_has_kernel_for_dispatch_key("mhar::route_backward", "CUDA")
+    reached = []
+    monkeypatch.setattr(cuda, "kernels", lambda: reached.append("kernels") or eager)
+    x, query = torch.randn(2, 4, dtype=torch.float64), torch.randn(2, 2)
+    cuda.route([x], query, None, None, None, None, 1e-6)
+    assert reached == []
+    cuda.route([x.float()], query, None, None, None, None, 1e-6)
+    assert reached == ["kernels"]
