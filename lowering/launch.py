@@ -16,8 +16,8 @@ from torch import Tensor
 from .rules import RECTANGLE, SiteRule, ceil_div, site_rule
 from .site import site_backward, site_coupling, site_forward, site_sums
 
-SUM_COLUMNS = 32  # of the second stage: 128 bytes a row, and enough programs at d 512
-SUM_PROGRAMS = 32  # rows of shares read at a time
+# The second stage of the sums: 32 rows at a time, and 32 columns, which are 128 bytes and enough programs at d 512.
+SUM_CONSTANTS = {"PROGRAMS": 32, "COLUMNS": 32}
 
 
 @dataclass(frozen=True)
@@ -208,9 +208,10 @@ def backward_launches(
         grad_null=None if null_source is None else grad_null,
         grad_gate=None if gate is None else grad_gate,
         programs=programs,
+        width=width,
     )
-    constants = {"WIDTH": width, "PROGRAMS": SUM_PROGRAMS, "COLUMNS": SUM_COLUMNS}
-    yield Launch(site_sums, (ceil_div(width, SUM_COLUMNS),), arguments, constants, {"num_warps": 4})
+    grid = (ceil_div(width, SUM_CONSTANTS["COLUMNS"]),)
+    yield Launch(site_sums, grid, arguments, SUM_CONSTANTS, {"num_warps": 4})
 
 
 def site_constants(heads: int, head_width: int, like: Tensor) -> dict[str, int]:
@@ -239,7 +240,7 @@ def rows_of(sources: Sequence[Tensor], null_source: Tensor | None, like: Tensor)
 
 
 def row_of(x: Tensor) -> Tensor:
-    """[..., d] as [tokens, d] with a contiguous width: a view where one stride leads from token to token, else a copy."""
+    """[..., d] as [tokens, d], width contiguous: a view where one stride leads from token to token, else a copy."""
     rows = x.reshape(-1, x.shape[-1])
     return rows if rows.stride(1) == 1 or rows.shape[1] == 1 else rows.contiguous()
 

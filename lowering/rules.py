@@ -1,4 +1,4 @@
-"""Launch rules: how the kernels are cut for a width, from (H, K, element size) alone, never from N or the token count."""
+"""Launch rules: how kernels are cut for a width, from (H, K, element size) alone, never from N or the token count."""
 
 from __future__ import annotations
 
@@ -65,6 +65,36 @@ def site_rule(heads: int, head_width: int, itemsize: int) -> SiteRule:
         group=2 if values <= 16 and itemsize == 2 else 1,
         resident=max(16 if values <= 16 else 10 if values <= 32 else 8, warps),
     )
+
+
+@dataclass(frozen=True)
+class BlockRule:
+    """Blocks of the kernels that are matrix products: score and query_gradient.
+
+    Attributes:
+        tokens: tokens of a block; twice the least that tensor cores take.
+        columns: columns of a head at a time, 16 to 64; 128 take 255 registers in score.
+        warps: warps of a program; each lane then reads 16 bytes of bfloat16 or more.
+        sites: sites at a time, the least that tensor cores take: more would be padding for most windows.
+        shares: programs over the tokens in query_gradient; each leaves [sites, d] float32.
+    """
+
+    tokens: int
+    columns: int
+    warps: int
+    sites: int = 16
+    shares: int = 32
+
+
+@lru_cache
+def block_rule(head_width: int) -> BlockRule:
+    """The rule of the matrix products: the widest columns that waste little."""
+
+    def waste(columns: int) -> tuple[float, int]:
+        return max(ceil_div(head_width, columns) * columns / head_width, WASTE), -columns
+
+    columns = min((16, 32, 64), key=waste)
+    return BlockRule(tokens=32, columns=columns, warps=min(columns // 8, 4))
 
 
 def cost(heads: int, head_width: int, tile_heads: int, columns: int, vector: int) -> float:

@@ -5,7 +5,8 @@ the backward first forms every dot (site_coupling), then the gradients. Sources 
 group are in flight together and its sums share one barrier. Slots from `count` on are masked, whole groups skipped.
 
 Shapes: sources, out, grad_out, residual [tokens, d] with a stride between tokens; logits, dots [count, tokens, H];
-rstd [count, tokens]; lse, coupling, carry_max, carry_sum [tokens, H]; carry_mix [tokens, d]; query [H, K], key_weight [d].
+rstd [count, tokens]; lse, coupling, carry_max and carry_sum [tokens, H];
+carry_mix [tokens, d]; query [H, K]; key_weight [d].
 """
 
 import triton
@@ -109,7 +110,9 @@ def absorb(top, total, mix, logits, rows, TILE: tl.constexpr, GROUP: tl.constexp
 
 
 @triton.jit
-def store_scores(logits, rstd, scores, rstds, first, count, token, tokens, live, TILE: tl.constexpr, GROUP: tl.constexpr):
+def store_scores(
+    logits, rstd, scores, rstds, first, count, token, tokens, live, TILE: tl.constexpr, GROUP: tl.constexpr
+):
     """Write logits and reciprocal RMS of GROUP sources; return the logits with -inf for absent sources."""
     masked = ()
     for i in tl.static_range(GROUP):
@@ -194,7 +197,7 @@ def site_forward(
 
 
 @triton.jit
-def load_weight(logits, levels, slot, count, token, tokens, live, group: tl.constexpr, TILE: tl.constexpr):
+def load_weight(logits, levels, slot, count, token, tokens, live, group, TILE: tl.constexpr):
     """Logit and softmax weight of one source for one group of heads; zero where masked."""
     present = mask_heads(live, group, TILE) & (slot < count)
     at = logits + (slot * tokens.to(tl.int64) + token) * TILE.H + heads_of(group, TILE)
@@ -386,7 +389,7 @@ def site_backward(
 ):
     """Source gradients, and this program's share of the sums over tokens; a program walks over tiles of tokens.
 
-    Without coupling the dots are formed here, in a first pass over the sources; the second one finds them in the caches.
+    Without coupling the dots are formed here, in a first pass over the sources; the second finds them in the caches.
     """
     TILE: tl.constexpr = tile_of(H, K, TOKENS, HEADS, COLUMNS)
     row = tl.program_id(0).to(tl.int64) + tl.zeros([TILE.ROWS], tl.int64)
@@ -416,7 +419,7 @@ def site_backward(
         if null_sums is not None:
             null = add_null(nulls, scale, logits, levels, dots, S, douts, null, token, tokens, live, TILE)
         folded = ()
-        if TILE.UNITS <= (4 if null_sums is None else 2):  # more would not fit beside dout and the sums over tokens
+        if (4 if null_sums is None else 2) >= TILE.UNITS:  # more would not fit beside dout and the sums over tokens
             folded = fold(query, key_weight, token, live, TILE)
         for slot in range(nulls, count):
             weights, dlogits, norm = logit_gradient(
@@ -460,14 +463,14 @@ def site_sums(
     grad_null,
     grad_gate,
     programs,
-    WIDTH: tl.constexpr,
+    width,
     PROGRAMS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
     """The second stage of the sums over tokens: add up the programs' shares and unfold query and key weight."""
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
-    inside = column < WIDTH
-    dfolded = column_sums(query_sums, programs, WIDTH, column, inside, PROGRAMS, COLUMNS)
+    inside = column < width
+    dfolded = column_sums(query_sums, programs, width, column, inside, PROGRAMS, COLUMNS)
     dquery = dfolded
     if key_weight is not None:
         dquery = dfolded * tl.load(key_weight + column, mask=inside, other=0.0).to(tl.float32)
@@ -475,7 +478,7 @@ def site_sums(
         tl.store(grad_key_weight + column, dkey.to(grad_key_weight.dtype.element_ty), mask=inside)
     tl.store(grad_query + column, dquery.to(grad_query.dtype.element_ty), mask=inside)
     if null_sums is not None:
-        dnull = column_sums(null_sums, programs, WIDTH, column, inside, PROGRAMS, COLUMNS)
+        dnull = column_sums(null_sums, programs, width, column, inside, PROGRAMS, COLUMNS)
         tl.store(grad_null + column, dnull.to(grad_null.dtype.element_ty), mask=inside)
     if gate_sums is not None:
         only = tl.arange(0, COLUMNS)

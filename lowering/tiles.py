@@ -1,8 +1,9 @@
 """What the kernels share: how a token's row is cut into tiles, and the arithmetic of the routing operator on them.
 
-A row of d = H * K values is cut into *units* of HEADS heads x COLUMNS columns, both powers of two, which H and K need not
-be. A tile holds one unit of TOKENS tokens: [ROWS, COLUMNS], ROWS = TOKENS * HEADS, row = token * HEADS + head. A row is
-spread over few lanes of one warp where it can be, so that a head's sum takes a few shuffles and no barrier.
+The d = H * K values of a token are cut into *units* of HEADS heads x COLUMNS columns, both powers of two, which H and K
+need not be. A tile holds one unit of TOKENS tokens: [ROWS, COLUMNS], where ROWS = TOKENS * HEADS and
+row = token * HEADS + head. A row lies in a few lanes of one warp where it can, so that a head's sum takes few shuffles
+and no barrier.
 
 Tuples hold what is larger than a tile: a row is a tuple of units; values per head are a tuple of [ROWS], one for each
 group of HEADS heads; values per token are one [ROWS], the same for all heads of a token.
@@ -109,7 +110,7 @@ def tokens_of(tile, TILE: tl.constexpr):
 
 
 @triton.jit
-def heads_of(group: tl.constexpr, TILE: tl.constexpr):
+def heads_of(group, TILE: tl.constexpr):
     """The head of each row."""
     first = tl.zeros([TILE.ROWS], tl.int32) + group * TILE.HEADS
     if TILE.HEADS == 1:
@@ -118,7 +119,7 @@ def heads_of(group: tl.constexpr, TILE: tl.constexpr):
 
 
 @triton.jit
-def mask_heads(live, group: tl.constexpr, TILE: tl.constexpr):
+def mask_heads(live, group, TILE: tl.constexpr):
     """The rows that are live and whose head is below H."""
     if TILE.H % TILE.HEADS != 0:
         return live & (heads_of(group, TILE) < TILE.H)
@@ -126,14 +127,14 @@ def mask_heads(live, group: tl.constexpr, TILE: tl.constexpr):
 
 
 @triton.jit
-def columns_of(unit: tl.constexpr, TILE: tl.constexpr):
+def columns_of(unit, TILE: tl.constexpr):
     """Where a unit's values stand in a token's row: [ROWS, COLUMNS]."""
     column = (unit % TILE.CHUNKS) * TILE.COLUMNS + tl.arange(0, TILE.COLUMNS)
     return heads_of(unit // TILE.CHUNKS, TILE)[:, None] * TILE.K + column[None, :]
 
 
 @triton.jit
-def mask_unit(live, unit: tl.constexpr, TILE: tl.constexpr):
+def mask_unit(live, unit, TILE: tl.constexpr):
     """Live rows, heads below H and columns below K, broadcastable to [ROWS, COLUMNS]."""
     mask = mask_heads(live, unit // TILE.CHUNKS, TILE)[:, None]
     if TILE.K % TILE.COLUMNS != 0:
@@ -143,14 +144,14 @@ def mask_unit(live, unit: tl.constexpr, TILE: tl.constexpr):
 
 
 @triton.jit
-def load_unit(pointer, token, stride, live, unit: tl.constexpr, TILE: tl.constexpr):
+def load_unit(pointer, token, stride, live, unit, TILE: tl.constexpr):
     """One unit of the tokens' rows in the stored dtype, zero where masked."""
     offsets = token[:, None] * stride + columns_of(unit, TILE)
     return tl.load(pointer + offsets, mask=mask_unit(live, unit, TILE), other=0.0)
 
 
 @triton.jit
-def store_unit(pointer, value, token, stride, live, unit: tl.constexpr, TILE: tl.constexpr):
+def store_unit(pointer, value, token, stride, live, unit, TILE: tl.constexpr):
     """Write one unit of the tokens' rows, rounded to the stored dtype."""
     offsets = token[:, None] * stride + columns_of(unit, TILE)
     tl.store(pointer + offsets, value.to(pointer.dtype.element_ty), mask=mask_unit(live, unit, TILE))
@@ -182,7 +183,7 @@ def to_float32(row):
 
 
 @triton.jit
-def fold_unit(query, key_weight, token, live, unit: tl.constexpr, TILE: tl.constexpr):
+def fold_unit(query, key_weight, token, live, unit, TILE: tl.constexpr):
     """One unit of the query times the key weight, in float32."""
     part = load_unit(query, token, 0, live, unit, TILE).to(tl.float32)
     if key_weight is not None:
@@ -226,18 +227,24 @@ def zero_heads(TILE: tl.constexpr):
 
 
 @triton.jit
-def rounded_key(x, rstd):
-    """The key before its weight, rounded once to the sources' dtype, in float32."""
+def normalized(x, rstd):
+    """The key before its weight, rounded once to the sources' dtype: [rows, columns] from x and one rstd a row."""
     key = x.to(tl.float32) * rstd[:, None]
     if PAIRED and x.dtype == tl.bfloat16:
-        return tl.inline_asm_elementwise(ROUND_BF16, "=r,r,r", [key], x.dtype, is_pure=True, pack=2).to(tl.float32)
+        return tl.inline_asm_elementwise(ROUND_BF16, "=r,r,r", [key], x.dtype, is_pure=True, pack=2)
     if PAIRED and x.dtype == tl.float16:
-        return tl.inline_asm_elementwise(ROUND_FP16, "=r,r,r", [key], x.dtype, is_pure=True, pack=2).to(tl.float32)
-    return key.to(x.dtype).to(tl.float32)
+        return tl.inline_asm_elementwise(ROUND_FP16, "=r,r,r", [key], x.dtype, is_pure=True, pack=2)
+    return key.to(x.dtype)
 
 
 @triton.jit
-def store_sum(pointer, value, row, unit: tl.constexpr, TILE: tl.constexpr):
+def rounded_key(x, rstd):
+    """The same in float32."""
+    return normalized(x, rstd).to(tl.float32)
+
+
+@triton.jit
+def store_sum(pointer, value, row, unit, TILE: tl.constexpr):
     """Write one unit, summed over the tile's tokens, into a row of pointer [rows, d]."""
     first = tl.arange(0, TILE.ROWS) < TILE.HEADS
     if TILE.TOKENS > 1:

@@ -13,11 +13,11 @@ from typing import Any
 
 import torch
 import triton
+from mhar_compile.lowering.launch import Launch, backward_launches, forward_launches, rows_of
+from mhar_compile.lowering.rectangle_launch import mix_launches, pull_launches, query_gradient_launches, score_launch
 from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-
-from mhar_compile.lowering.launch import Launch, backward_launches, forward_launches, rows_of
 
 DTYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16", torch.float64: "fp64"}
 CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
@@ -112,6 +112,44 @@ def resources(cubin: bytes) -> tuple[int, int, int]:
     return registers, stack + local, shared
 
 
+def empty(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    """A tensor without memory, to make launches of."""
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+@dataclass(frozen=True)
+class Rectangle:
+    """One kernel call of each kind between a number of sources and a number of sites."""
+
+    width: int
+    heads: int
+    count: int = 9
+    sites: int = 8
+    tokens: int = 2048
+    dtype: torch.dtype = torch.bfloat16
+
+    def launches(self) -> Iterator[Launch]:
+        """score, mix at one site and at all, pull with its query gradients."""
+
+        def row() -> Tensor:
+            return empty(self.tokens, self.width, dtype=self.dtype)
+
+        heads, rstd, queries = empty(self.tokens, self.heads), empty(self.tokens), empty(self.sites, self.width)
+        logits, shares = empty(self.sites, self.tokens, self.heads), empty(32, self.sites, self.width)
+        rows = [row() for _ in range(self.count)]
+        yield score_launch(rows[0], queries, 1e-6, logits, rstd)
+        for sites, out in ((1, row()), (self.sites, None)):
+            state = tuple(empty(sites, self.tokens, size) for size in (self.heads, self.heads, self.width))
+            scores, lse = [logits[:sites]] * self.count, None if out is None else heads
+            yield from mix_launches(rows, scores, sites, state, False, out, lse, out)  # type: ignore[arg-type]
+        douts, values = [row() for _ in range(self.sites)], [heads] * self.sites
+        carry, scales = empty(self.tokens, self.width), empty(self.sites)
+        yield from pull_launches(
+            rows[0], rstd, douts, scales, queries, logits, values, values, logits, carry, row()
+        )  # fmt: skip
+        yield from query_gradient_launches(rows[0], rstd, logits, shares, queries)
+
+
 @dataclass(frozen=True)
 class Site:
     """A routing site whose launches are wanted: sizes, dtypes, and which optional arguments it has."""
@@ -128,9 +166,6 @@ class Site:
 
     def launches(self) -> Iterator[Launch]:
         """Its forward's and backward's launches, on tensors without memory."""
-
-        def empty(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-            return torch.empty(shape, dtype=dtype, device="meta")
 
         def row() -> Tensor:
             return empty(self.tokens, self.width, dtype=self.dtype)

@@ -6,10 +6,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-
-from mhar_compile import route
 from mhar_compile.lowering import launch
 from mhar_compile.lowering.rules import RECTANGLE
+
+from mhar_compile import route
 from mhar_compile.testing import Recipe, assert_within_budget
 from mhar_compile.testing.problems import LAYOUTS
 
@@ -81,7 +81,9 @@ def test_any_number_of_sources(count):
 
 @pytest.mark.parametrize(("heads", "head_width"), [(8, 64), (8, 72), (8, 80), (8, 128), (8, 160), (4, 256), (2, 512)])
 def test_head_widths(heads, head_width):
-    check(Recipe(tokens=(2,), count=2, heads=heads, head_width=head_width, dtype=torch.bfloat16, null_source=True, gate=1))
+    check(
+        Recipe(tokens=(2,), count=2, heads=heads, head_width=head_width, dtype=torch.bfloat16, null_source=True, gate=1)
+    )
 
 
 @pytest.mark.parametrize(("heads", "head_width"), [(9, 64), (1, 7168), (31, 33), (1, 1001)])

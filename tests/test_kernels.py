@@ -1,4 +1,4 @@
-"""The Triton kernels without a GPU: tests/interpreted_kernels.py, each test in a process with the interpreter on."""
+"""The Triton kernels without a GPU: the tests of tests/interpreted_*.py, each in a process with the interpreter on."""
 
 import ast
 import os
@@ -9,16 +9,16 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-INSIDE = ROOT / "tests" / "interpreted_kernels.py"
 
 
 def names():
-    """The tests of the inner module, read without importing it: its import needs the interpreter."""
-    for node in ast.parse(INSIDE.read_text()).body:
-        targets = [node.name] if isinstance(node, ast.FunctionDef) else []
-        if isinstance(node, ast.Assign):
-            targets = [target.id for target in node.targets if isinstance(target, ast.Name)]
-        yield from (name for name in targets if name.startswith("test_"))
+    """The tests of the inner modules, read without importing them: their import needs the interpreter."""
+    for path in sorted((ROOT / "tests").glob("interpreted_*.py")):
+        for node in ast.parse(path.read_text()).body:
+            targets = [node.name] if isinstance(node, ast.FunctionDef) else []
+            if isinstance(node, ast.Assign):
+                targets = [target.id for target in node.targets if isinstance(target, ast.Name)]
+            yield from (f"{path.name}::{name}" for name in targets if name.startswith("test_"))
 
 
 @pytest.mark.parametrize("name", names())
@@ -26,6 +26,6 @@ def test_interpreted(name):
     pytest.importorskip("triton", reason="the kernels are written in Triton")
     environment = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": str(ROOT)}
     environment.pop("PYTEST_XDIST_WORKER", None)
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:xdist", "-p", "no:cacheprovider", f"{INSIDE}::{name}"]
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:xdist", "-p", "no:cacheprovider", f"tests/{name}"]
     result = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     assert result.returncode == 0, result.stdout[-6000:] + result.stderr[-2000:]

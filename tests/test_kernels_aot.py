@@ -11,7 +11,8 @@ import torch
 pytest.importorskip("triton", reason="the kernels are written in Triton")
 
 from mhar_compile.lowering.rules import RECTANGLE, site_rule
-from perf.aot import Site, compiled
+
+from perf.aot import Rectangle, Site, compiled
 
 SHAPES = {
     "8B": (4096, 8),
@@ -24,7 +25,10 @@ SHAPES = {
 DELTA = {"null_source": True, "residual": True, "gate": True}
 SITES = [
     *(pytest.param(Site(*shape), id=name) for name, shape in SHAPES.items()),
-    *(pytest.param(Site(*SHAPES[name], **DELTA), id=f"{name}-delta") for name in ("8B", "1B", "350M", "100M", "SmolLM")),
+    *(
+        pytest.param(Site(*SHAPES[name], **DELTA), id=f"{name}-delta")
+        for name in ("8B", "1B", "350M", "100M", "SmolLM")
+    ),
     *(pytest.param(Site(*SHAPES[name], dtype=torch.float32), id=f"{name}-float32") for name in ("8B", "1B", "100M")),
     pytest.param(Site(*SHAPES["8B"], dtype=torch.float16), id="8B-float16"),
     pytest.param(Site(*SHAPES["1B"], count=RECTANGLE + 1), id="1B-two-rectangles"),
@@ -55,6 +59,25 @@ def test_registers_spills_and_vector_accesses(site):
         assert accesses["load 16"] >= units * (1 + (name != "site_coupling")), name
         if name != "site_coupling":
             assert accesses["store 16"] >= units, name
+
+
+@pytest.mark.parametrize("shape", [*SHAPES.values(), (576, 8)], ids=[*SHAPES, "K 72"])
+def test_rectangles(shape):
+    for launch in Rectangle(*shape).launches():
+        name, binary = launch.kernel.__name__, compiled(launch)
+        assert binary.stack == 0, f"{name} spills"
+        assert binary.accesses["load 16"] > 0, name
+        assert not {"load 2", "store 2", "load 8", "store 8"} & set(binary.accesses), f"{name}: {binary.accesses}"
+        if name in ("score", "query_gradient"):
+            assert binary.count("mma.sync") + binary.count("wgmma.mma_async") > 0, f"{name} uses the tensor cores"
+            assert binary.shared <= 48 * 1024, name
+
+
+def test_float32_takes_no_tensor_cores():
+    for launch in Rectangle(1280, 8, dtype=torch.float32).launches():
+        binary = compiled(launch)
+        assert binary.stack == 0
+        assert binary.count("mma") + binary.count("tf32") == 0, launch.kernel.__name__
 
 
 @pytest.mark.parametrize("site", [SITES[0], SITES[1]])
@@ -100,7 +123,9 @@ def test_offsets_are_64_bits_wide(null_source):
         if launch.kernel.__name__ == "site_sums":
             continue  # its offsets are bounded by programs x d and by d
         lines = re.findall(r"(%\S+) = (\S+) (.*?) loc\(", compiled(launch).ttir)
-        definitions = {name: (operation, re.findall(r"%[\w#]+", rest.split(" : ")[0])) for name, operation, rest in lines}
+        definitions = {
+            name: (operation, re.findall(r"%[\w#]+", rest.split(" : ")[0])) for name, operation, rest in lines
+        }
         for _, operation, rest in lines:
             if operation == "tt.addptr" and "i64" not in rest.split(" : ")[1].split(", ")[-1]:
                 offset = definitions["offset"] = ("arith.", [re.findall(r"%[\w#]+", rest)[1]])
