@@ -33,7 +33,7 @@ from .tiles import (
 
 @triton.jit
 def exact_dot(narrow, wide, total):
-    """total + narrow @ wide, products in float32: on tensor cores a narrow type takes wide as a sum of two of its kind."""
+    """total + narrow @ wide, products in float32: a narrow type takes wide as a sum of two of its kind."""
     if PAIRED and narrow.dtype != tl.float32:
         high = wide.to(narrow.dtype)
         low = (wide - high.to(tl.float32)).to(narrow.dtype)
@@ -131,7 +131,7 @@ def mix(
 ):
     """The softmax mixtures of `count` sources at SITES sites, from known logits, for one tile of tokens and one unit.
 
-    logits holds for every source its [SITES, tokens, H]. Several sites leave (max, sum, mixture) in carry_* [SITES, ..];
+    logits holds for every source its [SITES, tokens, H]. Several sites leave (max, sum, mixture) in carry_*;
     a single site with `last` set is finished: lse and out = residual + gate * mixture.
     """
     TILE: tl.constexpr = tile_of(H, K, TOKENS, HEADS, COLUMNS)

@@ -1,0 +1,198 @@
+"""Correctness of the kernels on a device: what must hold before a time is worth measuring.
+
+Every check raises AssertionError with what was found. Nothing here needs a GPU: the tests run all of it under Triton's
+interpreter at tiny sizes.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from mhar_compile.lowering.launch import Launch, row_of
+from mhar_compile.lowering.rectangle_launch import mix_launches, pull_launches, query_gradient_launches, score_launch
+from mhar_compile.ops import reference
+from torch import Tensor
+
+from mhar_compile import route
+
+from .budgets import Recipe, ratios
+
+EPS = 1e-6
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+ROUNDING = {torch.float32: 2e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}  # of the largest value of a rectangle
+
+
+def routed_on(device: str) -> Any:
+    """``route`` on a device, differentiable from and to the CPU."""
+
+    def function(sources: list[Tensor], query: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
+        moved = {name: value.to(device) if isinstance(value, Tensor) else value for name, value in options.items()}
+        out, weights = route([x.to(device) for x in sources], query.to(device), return_weights=True, **moved)
+        return out.cpu(), weights.cpu()
+
+    return function
+
+
+def random_recipes(seed: int, number: int, most: int, tokens: int) -> Iterator[Recipe]:
+    """Recipes of all kinds, with up to `most` sources and about `tokens` tokens."""
+    pick = random.Random(seed)
+    for _ in range(number):
+        null, residual, dtype = pick.random() < 0.5, pick.random() < 0.5, pick.choice(DTYPES)
+        heads, head_width = pick.choice(
+            [(1, 7), (2, 64), (3, 24), (8, 16), (8, 72), (4, 160), (9, 64), (1, 512), (5, 33)]
+        )
+        yield Recipe(
+            tokens=pick.choice([(1,), (tokens,), (2, max(tokens // 2, 1)), (0,)]),
+            count=pick.choice([*range(0 if null and residual else 1, 10), min(17, most), most]),
+            heads=heads,
+            head_width=head_width,
+            dtype=dtype,
+            parameter_dtype=pick.choice([dtype, torch.float32]),
+            key_weight=pick.random() < 0.7,
+            null_source=null,
+            residual=residual,
+            gate=pick.choice([None, 0, 1]),
+            query_scale=pick.choice([0.0, 0.3, 1.0, 3.0]),
+            shared=pick.random() < 0.3,
+            decades=dtype != torch.float16 and pick.random() < 0.3,
+        )
+
+
+def check_budget(device: str, recipe: Recipe, seed: int) -> float:
+    """The site's outputs and gradients against float64: the largest error / budget, at most 1."""
+    problem = recipe.problem(seed)
+    worst = ratios(problem, problem.run(routed_on(device)))
+    assert max(worst.values()) <= 1, f"{recipe}: error / budget {worst}"
+    return max(worst.values())
+
+
+def forward_backward(sources: list[Tensor], query: Tensor, dout: Tensor, **options: Any) -> list[Tensor]:
+    """Output and gradients of one site, on tensors of any layout."""
+    leaves = [*(x.detach().requires_grad_() for x in sources), query.detach().requires_grad_()]
+    out = route(leaves[:-1], leaves[-1], eps=EPS, **options)
+    return [out.detach(), *torch.autograd.grad(out, leaves, dout)]
+
+
+def check_batch(device: str, tokens: int, width: int, heads: int, count: int, dtype: torch.dtype) -> None:
+    """A token's result is bitwise the same alone, in another batch, and from strided or expanded sources."""
+    torch.manual_seed(tokens)
+    memory = torch.randn(tokens, count, width, device=device).to(dtype)
+    sources, dout = list(memory.unbind(1)), torch.randn(tokens, width, device=device).to(dtype)  # strided
+    sources.append(torch.randn(1, width, device=device).to(dtype).expand(tokens, width))
+    query = torch.randn(heads, width // heads, device=device)
+    strided = forward_backward(sources, query, dout)
+    contiguous = forward_backward([x.contiguous() for x in sources], query, dout)
+    assert all(torch.equal(a, b) for a, b in zip(strided, contiguous, strict=True)), "strides change bits"
+    some = slice(tokens // 3, tokens // 3 + max(tokens // 4, 1))
+    part = forward_backward([x[some] for x in sources], query, dout[some])
+    for whole, own in zip(contiguous[:-1], part[:-1], strict=True):
+        assert torch.equal(whole[some], own), "the batch around a token changes its bits"
+
+
+def check_repeats(device: str, tokens: int, width: int, heads: int, count: int, repeats: int) -> None:
+    """Outputs and all gradients are bitwise the same every time."""
+    torch.manual_seed(count)
+    sources = [torch.randn(tokens, width, device=device).bfloat16() for _ in range(count)]
+    query, dout = torch.randn(heads, width // heads, device=device), torch.randn_like(sources[0])
+    options = {"key_weight": torch.randn(width, device=device), "gate": torch.randn(1, device=device)}
+    options["null_source"], options["residual"] = torch.randn(width, device=device), torch.randn_like(dout)
+    first = forward_backward(sources, query, dout, **options)
+    for n in range(repeats):
+        again = forward_backward(sources, query, dout, **options)
+        assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True)), f"repetition {n} differs"
+
+
+def check_large(device: str, tokens: int, width: int, heads: int, count: int) -> None:
+    """The last tokens of huge tensors are bitwise what they are in a small batch."""
+    generator = torch.Generator(device=device).manual_seed(0)
+    shape = (tokens, width)
+    sources = [
+        torch.empty(shape, device=device, dtype=torch.bfloat16).normal_(generator=generator) for _ in range(count)
+    ]
+    dout = torch.empty(shape, device=device, dtype=torch.bfloat16).normal_(generator=generator)
+    query = torch.randn(heads, width // heads, device=device)
+    whole = forward_backward(sources, query, dout)
+    last = slice(tokens - min(tokens, 64), tokens)
+    part = forward_backward([x[last].clone() for x in sources], query, dout[last].clone())
+    for large, small in zip(whole[:-1], part[:-1], strict=True):
+        assert torch.equal(large[last], small), "offsets of the last tokens are wrong"
+
+
+def run(launches: Any) -> None:
+    for launch in [launches] if isinstance(launches, Launch) else launches:
+        launch.run()
+
+
+def close(name: str, ours: Tensor, truth: Tensor, dtype: torch.dtype) -> None:
+    """Within the rounding of the sources' dtype, of the largest value."""
+    error, size = (ours.cpu().double() - truth.cpu()).abs().max(), truth.abs().max()
+    assert error <= ROUNDING[dtype] * max(float(size), 1e-3), f"{name}: error {error:.3g} of {size:.3g} in {dtype}"
+
+
+def nothing(device: str, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Memory that is NaN until it is written."""
+    return torch.full(shape, torch.nan, dtype=dtype, device=device)
+
+
+def scored(device: str, x: Tensor, queries: Tensor, heads: int) -> tuple[Tensor, Tensor]:
+    """logits [sites, tokens, H] and rstd [tokens] of one source."""
+    logits, rstd = nothing(device, len(queries), len(x), heads), nothing(device, len(x))
+    run(score_launch(x, queries, EPS, logits, rstd))
+    return logits, rstd
+
+
+def check_mix(device: str, tokens: int, width: int, heads: int, count: int, sites: int, dtype: torch.dtype) -> None:
+    """Old sources are mixed at all sites in one rectangle; each site then merges a recent one and is finished."""
+    torch.manual_seed(count)
+    rows = [torch.randn(tokens, width, device=device).to(dtype) for _ in range(count + sites)]
+    queries, gate = torch.randn(sites, width, device=device), torch.randn(1, device=device)
+    queries /= (width / heads) ** 0.5
+    residual = torch.randn_like(rows[0])
+    logits = [scored(device, x, queries, heads)[0] for x in rows]
+    carry = [nothing(device, sites, tokens, size) for size in (heads, heads, width)]
+    run(mix_launches(rows[:count], logits[:count], sites, (carry[0], carry[1], carry[2]), carried=False))
+    for site in range(sites):
+        own = tuple(part[site : site + 1] for part in carry)
+        out, lse = nothing(device, tokens, width, dtype=dtype), nothing(device, tokens, heads)
+        recent = rows[count + site]
+        run(mix_launches([recent], [logits[count + site][site]], 1, own, True, out, lse, residual, gate))  # type: ignore[arg-type]
+        sources, query = [x.double() for x in (*rows[:count], recent)], queries[site].double().view(heads, -1)
+        truth, _ = reference(sources, query, residual=residual.double(), gate=gate.double(), eps=EPS)
+        close("mix", out, truth, dtype)
+
+
+def check_pull(device: str, tokens: int, width: int, heads: int, count: int, sites: int, dtype: torch.dtype) -> None:
+    """The gradient of one source from all sites, and of the queries through it, against float64 autograd."""
+    torch.manual_seed(sites)
+    by_head = (heads, width // heads)
+    others = [torch.randn(tokens, width, device=device).to(dtype) for _ in range(count)]
+    source = row_of(torch.randn(2 * tokens, width, device=device).to(dtype)[::2])  # strided
+    queries, scales = torch.randn(sites, width, device=device), torch.randn(sites, device=device)
+    queries /= by_head[1] ** 0.5
+    douts = [torch.randn(tokens, width, device=device).to(dtype) for _ in range(sites)]
+    logits, rstd = scored(device, source, queries, heads)
+
+    x = source.double().requires_grad_()
+    key = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + EPS)
+    lses, couplings, loss, dqueries = [], [], torch.zeros((), device=device, dtype=torch.float64), []
+    for m in range(sites):
+        dout = douts[m].double()
+        out, weights = reference([x, *(y.double() for y in others)], queries[m].double().view(by_head), eps=EPS)
+        loss = loss + scales[m].double() * (out * dout).sum()
+        coupling = (out * dout).unflatten(1, by_head).sum(-1)
+        dlogit = scales[m] * weights[0] * ((x * dout).unflatten(1, by_head).sum(-1) - coupling)
+        dqueries.append((dlogit.unsqueeze(-1) * key.unflatten(1, by_head)).sum(0).flatten())
+        lses.append((logits[m] - weights[0].log()).float().detach())
+        couplings.append(coupling.float().detach())
+    (truth,) = torch.autograd.grad(loss, x)
+
+    dlogits, carry = torch.full_like(logits, torch.nan), nothing(device, tokens, width)
+    grad = nothing(device, tokens, width, dtype=dtype)
+    run(pull_launches(source, rstd, douts, scales, queries, logits, lses, couplings, dlogits, carry, grad))
+    close("pull", grad, truth, dtype)
+    shares, grad_queries = nothing(device, 2, sites, width), nothing(device, sites, width)
+    run(query_gradient_launches(source, rstd, dlogits, shares, grad_queries))
+    close("query_gradient", grad_queries, torch.stack(dqueries).detach(), dtype)

@@ -1,0 +1,390 @@
+"""The kernels on a GPU: correctness first, then times beside the card's copy bandwidth and beside what others do.
+
+    python -m perf.gpu                          everything, about 8 minutes on an H200
+    python -m perf.gpu budgets large repeats    some sections
+    python -m perf.gpu --dry-run                what would run
+    python -m perf.gpu --self-check             all of it at tiny sizes on the CPU
+
+Needs torch and Triton, no network. Results go to perf/results/<name>.json as each section ends; a section of times runs
+only if all sections of correctness that were asked for have passed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import subprocess
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from mhar_compile.lowering.rectangle_launch import mix_launches, pull_launches, query_gradient_launches, score_launch
+from torch import Tensor
+
+from mhar_compile import route
+
+from . import checks, clock, rivals
+
+Row = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Setup:
+    """Where to run, how much, and how often."""
+
+    device: str = "cuda"
+    tiny: bool = False
+    repeats: int = 20
+
+    def size(self, full: int, tiny: int) -> int:
+        return tiny if self.tiny else full
+
+    def time(self, function: Callable[[], Any]) -> float:
+        return clock.microseconds(function, self.device, self.repeats, warmup=1 if self.tiny else 3)
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A routing site to time."""
+
+    name: str
+    tokens: int
+    width: int
+    heads: int
+    count: int
+    delta: bool = False  # null source first, residual and gate
+
+    def rows(self, backward: bool) -> int:
+        """The least rows of [tokens, d] to move: the sources and the output; in the backward dout and gradients too."""
+        sources = self.count - self.delta
+        forward = sources + 1 + self.delta
+        return forward + (2 * sources + 1 if backward else 0)
+
+
+SHAPES = (
+    Shape("8B", 8192, 4096, 8, 9),
+    Shape("8B delta", 8192, 4096, 8, 9, delta=True),
+    Shape("8B, one head", 8192, 4096, 1, 9),
+    Shape("1B", 2048, 1280, 8, 16),
+    Shape("1B, late site", 2048, 1280, 8, 60),
+    Shape("350M", 4096, 1024, 8, 16),
+    Shape("100M", 16384, 512, 4, 16),
+    Shape("K3", 8192, 7168, 1, 9),
+    Shape("SmolLM", 8192, 576, 9, 9),
+)
+CHAINS = (("100M", 25, 16384, 512, 4), ("350M", 49, 4096, 1024, 8), ("1B", 73, 2048, 1280, 8))
+
+
+def shapes(setup: Setup) -> list[Shape]:
+    if not setup.tiny:
+        return list(SHAPES)
+    return [Shape("tiny", 3, 8, 2, 3), Shape("tiny delta", 2, 8, 1, 3, delta=True)]
+
+
+def budgets(setup: Setup) -> list[Row]:
+    """Random sites of all kinds, and the named widths, within the error budgets derived from float64."""
+    number, most = setup.size(200, 2), setup.size(129, 3)
+    worst = 0.0
+    for seed, recipe in enumerate(checks.random_recipes(0, number, most, setup.size(37, 2))):
+        worst = max(worst, checks.check_budget(setup.device, recipe, seed))
+    for shape in [] if setup.tiny else SHAPES:
+        for dtype in checks.DTYPES:
+            recipe = checks.Recipe(
+                tokens=(33,),
+                count=shape.count,
+                heads=shape.heads,
+                head_width=shape.width // shape.heads,
+                dtype=dtype,
+                null_source=shape.delta,
+                residual=shape.delta,
+                gate=1 if shape.delta else None,
+            )
+            worst = max(worst, checks.check_budget(setup.device, recipe, 0))
+    return [{"name": "largest error / budget", "ratio": worst}]
+
+
+def batches(setup: Setup) -> list[Row]:
+    """Bitwise the same whatever the batch around a token and however its sources lie in memory."""
+    for dtype in checks.DTYPES[: setup.size(3, 1)]:
+        for width, heads, count in (
+            [(8, 2, 2)] if setup.tiny else [(4096, 8, 8), (1280, 8, 20), (576, 9, 9), (7168, 1, 5)]
+        ):
+            checks.check_batch(setup.device, setup.size(301, 3), width, heads, count, dtype)
+    return []
+
+
+def rectangles(setup: Setup) -> list[Row]:
+    """score, mix, pull and query_gradient against float64."""
+    cases = (
+        [(8, 2, 2, 2)]
+        if setup.tiny
+        else [(4096, 8, 7, 8), (1280, 8, 20, 8), (512, 4, 3, 18), (576, 8, 3, 3), (7168, 1, 3, 2)]
+    )
+    for dtype in checks.DTYPES[: setup.size(3, 1)]:
+        for width, heads, count, sites in cases:
+            checks.check_mix(setup.device, setup.size(133, 2), width, heads, count, min(sites, 8), dtype)
+            checks.check_pull(setup.device, setup.size(133, 2), width, heads, count, sites, dtype)
+    return []
+
+
+def large(setup: Setup) -> list[Row]:
+    """More than 2^31 elements in one source, and in the logits."""
+    checks.check_large(setup.device, setup.size(2**31 // 4096 + 1000, 3), setup.size(4096, 8), setup.size(8, 2), 2)
+    checks.check_large(setup.device, setup.size(2**24, 3), 8, 8, setup.size(17, 2))
+    return []
+
+
+def repeats(setup: Setup) -> list[Row]:
+    """A thousand repetitions, bitwise equal."""
+    checks.check_repeats(
+        setup.device, setup.size(1024, 2), setup.size(4096, 8), setup.size(8, 2), setup.size(9, 2), setup.size(1000, 1)
+    )
+    checks.check_repeats(
+        setup.device, setup.size(1024, 2), setup.size(1280, 8), setup.size(8, 2), setup.size(20, 2), setup.size(1000, 1)
+    )
+    return []
+
+
+def sanitizer(setup: Setup) -> list[Row]:
+    """compute-sanitizer's memcheck and racecheck over small sites, in processes of their own."""
+    tool = shutil.which("compute-sanitizer")
+    if setup.tiny or tool is None:
+        return [{"name": "compute-sanitizer", "skipped": "not on PATH" if tool is None else "no GPU"}]
+    rows = []
+    for check in ("memcheck", "racecheck"):
+        command = [tool, "--tool", check, "--error-exitcode", "9", sys.executable, "-m", "perf.gpu", "--smoke"]
+        environment = os.environ | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
+        result = subprocess.run(command, env=environment, capture_output=True, text=True)
+        assert result.returncode == 0, f"{check}: {result.stdout[-3000:]}{result.stderr[-1000:]}"
+        rows.append({"name": check, "report": result.stdout.strip().splitlines()[-1:]})
+    return rows
+
+
+def smoke(device: str) -> None:
+    """Small sites through every kernel, for the sanitizer."""
+    for width, heads, count in ((512, 8, 3), (576, 9, 18), (1280, 8, 2), (1024, 1, 2)):
+        checks.check_batch(device, 9, width, heads, count, torch.bfloat16)
+        checks.check_pull(device, 9, width, heads, 1, 2, torch.bfloat16)
+        checks.check_mix(device, 9, width, heads, 2, 2, torch.bfloat16)
+    checks.check_repeats(device, 9, 1280, 8, 3, 1)
+
+
+def inputs(setup: Setup, shape: Shape) -> tuple[list[Tensor], Tensor, Tensor, dict[str, Tensor]]:
+    """Sources, query, key weight and the delta mode's arguments, all requiring gradients."""
+    generator = torch.Generator(device=setup.device).manual_seed(0)
+
+    def normal(*size: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        return torch.randn(size, generator=generator, device=setup.device).to(dtype).requires_grad_()
+
+    sources = [normal(shape.tokens, shape.width, dtype=torch.bfloat16) for _ in range(shape.count - shape.delta)]
+    query, key_weight = normal(shape.heads, shape.width // shape.heads), normal(shape.width)
+    extra: dict[str, Tensor] = {}
+    if shape.delta:
+        extra = {"null_source": normal(shape.width), "gate": normal(1)}
+        extra["residual"] = normal(shape.tokens, shape.width, dtype=torch.bfloat16)
+    return sources, query, key_weight, extra
+
+
+def timed_site(setup: Setup, shape: Shape, name: str, function: rivals.Site, backward: bool, copy: float) -> Row:
+    """One row of the table: a function's time on a site, forward or forward and backward."""
+    sources, query, key_weight, extra = inputs(setup, shape)
+    leaves = [*sources, query, key_weight, *extra.values()]
+    dout = torch.randn_like(sources[0])
+
+    def forward() -> None:
+        with torch.no_grad():
+            function(sources, query, key_weight, **extra)
+
+    def both() -> None:
+        torch.autograd.grad(function(sources, query, key_weight, **extra), leaves, dout, allow_unused=True)
+
+    us = setup.time(both if backward else forward)
+    least = shape.rows(backward) * shape.tokens * shape.width * 2
+    return {
+        "name": name,
+        "shape": shape.name,
+        "pass": "forward + backward" if backward else "forward",
+        "us": us,
+        "bytes": least,
+        "of_copy": least / (us * 1e-6) / copy,
+    }
+
+
+def ours(sources: Any, query: Tensor, key_weight: Tensor, **extra: Tensor) -> Tensor:
+    return route(sources, query, key_weight=key_weight, eps=rivals.EPS, **extra)
+
+
+def sites(setup: Setup) -> list[Row]:
+    """One site, forward and with backward: ours, eager, torch.compile, installed packages."""
+    copy = clock.copy_bandwidth(setup.device, setup.size(2**30, 2**16))
+    rows: list[Row] = [{"name": "copy", "us": 2 * setup.size(2**30, 2**16) / copy * 1e6, "tb_s": copy / 1e12}]
+    for shape in shapes(setup):
+        entrants: dict[str, Any] = {"ours": ours}
+        if not shape.delta:
+            entrants |= {"eager": rivals.eager, **rivals.installed(shape.heads)}
+            if not setup.tiny and shape.count <= 16:
+                entrants["torch.compile"] = rivals.compiled()
+        for name, function in entrants.items():
+            for backward in (False, True):
+                rows += attempt(lambda: timed_site(setup, shape, name, function, backward, copy), name, shape.name)  # noqa: B023
+        if setup.device != "cpu":
+            torch.cuda.empty_cache()
+    return rows
+
+
+def attempt(measure: Callable[[], Row], name: str, shape: str) -> list[Row]:
+    """A row, or for somebody else's code that fails the reason; ours must not fail."""
+    try:
+        return [measure()]
+    except Exception as error:
+        if name == "ours":
+            raise
+        return [{"name": name, "shape": shape, "error": f"{type(error).__name__}: {error}"[:300]}]
+
+
+def parts(setup: Setup) -> list[Row]:
+    """The kernels of a rectangle, alone: 16 sources, 8 sites."""
+    copy = clock.copy_bandwidth(setup.device, setup.size(2**30, 2**16))
+    rows = []
+    for shape in shapes(setup):
+        if not shape.delta:
+            count, number = setup.size(16, 2), setup.size(8, 2)
+            for name, moved, launches in rectangle(setup, shape, count, number):
+                us = setup.time(lambda: checks.run(launches))  # noqa: B023
+                least = moved * shape.tokens * shape.width * 2
+                rows.append({"name": name, "shape": shape.name, "us": us, "of_copy": least / (us * 1e-6) / copy})
+    return rows
+
+
+def rectangle(setup: Setup, shape: Shape, count: int, number: int) -> Iterator[tuple[str, float, list[Any]]]:
+    """Name, rows moved, and launches of every kernel between `count` sources and `number` sites."""
+    device, tokens, width, heads = setup.device, shape.tokens, shape.width, shape.heads
+
+    def row() -> Tensor:
+        return torch.randn(tokens, width, device=device).bfloat16()
+
+    def full(*size: int) -> Tensor:
+        return torch.zeros(size, device=device)
+
+    sources, queries = [row() for _ in range(count)], torch.randn(number, width, device=device)
+    logits, rstd = full(number, tokens, heads), full(tokens)
+    yield "score, 8 sites", 1, [score_launch(sources[0], queries, rivals.EPS, logits, rstd)]
+    for size in (1, number):
+        carry = (full(size, tokens, heads), full(size, tokens, heads), full(size, tokens, width))
+        out = (row(), full(tokens, heads)) if size == 1 else (None, None)
+        launches = list(mix_launches(sources, [logits[:size]] * count, size, carry, False, *out))
+        yield f"mix, 16 sources x {size} sites", count + (1 if size == 1 else 2 * size), launches
+    douts, lses, scales = (
+        [row() for _ in range(number)],
+        [full(tokens, heads)] * number,
+        torch.ones(number, device=device),
+    )
+    pulled = pull_launches(
+        sources[0], rstd, douts, scales, queries, logits, lses, lses, full(*logits.shape), full(tokens, width), row()
+    )
+    yield "pull, 8 sites", number + 2, list(pulled)
+    shares = full(32, number, width)
+    yield (
+        "query_gradient, 8 sites",
+        1,
+        list(query_gradient_launches(sources[0], rstd, logits, shares, full(number, width))),
+    )
+
+
+def chains(setup: Setup) -> list[Row]:
+    """Whole chains of sites, one call each, sources born one after another by an elementwise function."""
+    rows = []
+    for name, number, tokens, width, heads in [("tiny", 3, 2, 8, 2)] if setup.tiny else CHAINS:
+        first = torch.randn(tokens, width, device=setup.device).bfloat16().requires_grad_()
+        queries = (torch.randn(number, heads, width // heads, device=setup.device) / 8).requires_grad_()
+        weights = torch.ones(number, width, device=setup.device, requires_grad=True)
+
+        def chain() -> Tensor:
+            sources = [first]  # noqa: B023
+            for query, weight in zip(queries, weights, strict=True):  # noqa: B023
+                sources.append(torch.tanh(ours(sources, query, weight)))
+            return sources[-1]
+
+        def both() -> None:
+            out = chain()
+            torch.autograd.grad(out, [first, queries, weights], torch.ones_like(out))  # noqa: B023
+
+        for part, function in (("forward", chain), ("forward + backward", both)):
+            rows.append({"name": f"chain of {number} sites", "shape": name, "pass": part, "us": setup.time(function)})
+    return rows
+
+
+CORRECTNESS = {section.__name__: section for section in (budgets, batches, rectangles, large, repeats, sanitizer)}
+TIMES = {section.__name__: section for section in (sites, parts, chains)}
+SECTIONS = CORRECTNESS | TIMES
+
+
+def main(arguments: list[str] | None = None) -> int:
+    options = parsed(arguments)
+    setup = Setup("cpu", tiny=True, repeats=1) if options.self_check else Setup(repeats=options.repeats)
+    if options.dry_run:
+        for name in options.sections:
+            print(f"{name:12} {(SECTIONS[name].__doc__ or '').splitlines()[0]}")
+        return 0
+    if options.smoke:
+        smoke(setup.device)
+        return 0
+    results: dict[str, Any] = {"origin": clock.origin(setup.device), "sections": {}, "times": []}
+    failed = False
+    for name in options.sections:
+        if name in TIMES and failed:
+            print(f"{name}: left out, the kernels are not correct")
+            continue
+        start = time.perf_counter()
+        try:
+            rows = SECTIONS[name](setup)
+            report: Row = {"passed": True}
+        except Exception as error:
+            traceback.print_exc()
+            rows, report, failed = [], {"passed": False, "error": f"{type(error).__name__}: {error}"[:2000]}, True
+        results["sections"][name] = report | {"seconds": time.perf_counter() - start}
+        if name in TIMES:
+            results["times"] += [row | {"section": name} for row in rows]
+        else:
+            results["sections"][name]["found"] = rows
+        print(f"{name}: {'passed' if report['passed'] else 'FAILED'} in {time.perf_counter() - start:.1f} s")
+        for row in rows:
+            print(
+                "   ",
+                ", ".join(
+                    f"{key} {value:.4g}" if isinstance(value, float) else f"{value}" for key, value in row.items()
+                ),
+            )
+        clock.write(options.out, options.name, results)
+    return int(failed)
+
+
+def parsed(arguments: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m perf.gpu", description=(__doc__ or "").split("\n\n")[0])
+    parser.add_argument(
+        "sections", nargs="*", metavar="SECTION", help=f"{', '.join(SECTIONS)}; all where none is named"
+    )
+    parser.add_argument("--out", type=Path, default=Path("perf/results"), help="folder of the JSON file")
+    parser.add_argument("--name", default=time.strftime("gpu-%Y%m%d-%H%M%S"), help="name of the JSON file")
+    parser.add_argument("--repeats", type=int, default=20, help="repetitions of a timed call; the median counts")
+    parser.add_argument("--dry-run", action="store_true", help="say what would run")
+    parser.add_argument("--self-check", action="store_true", help="run at tiny sizes on the CPU")
+    parser.add_argument("--smoke", action="store_true", help=argparse.SUPPRESS)
+    options = parser.parse_args(arguments)
+    unknown = set(options.sections) - set(SECTIONS)
+    if unknown:
+        parser.error(f"unknown section {', '.join(sorted(unknown))}; choose from {', '.join(SECTIONS)}")
+    options.sections = options.sections or list(SECTIONS)
+    if not (options.dry_run or options.self_check or torch.cuda.is_available()):
+        parser.error("no CUDA device; --dry-run and --self-check need none")
+    return options
+
+
+if __name__ == "__main__":
+    sys.exit(main())
