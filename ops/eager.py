@@ -37,16 +37,16 @@ def route(
         rstd[n] = torch.rsqrt(x.square().mean(-1) + eps)
         logits[n] = (rounded_key(x, rstd[n], like.dtype, heads) * folded).sum(-1)
 
-    lse = logits.logsumexp(0)
+    weights = logits.softmax(0)
     mix = torch.zeros((*tokens, *query.shape), dtype=wide, device=like.device)
-    for n, row in enumerate(rows):
-        mix.addcmul_((logits[n] - lse).exp().unsqueeze(-1), split(row.to(wide), heads))
+    for weight, row in zip(weights, rows, strict=True):
+        mix.addcmul_(weight.unsqueeze(-1), split(row.to(wide), heads))
     out = mix.flatten(-2)
     if gate is not None:
         out = out * gate.to(wide)
     if residual is not None:
         out = out + residual.to(wide)
-    return out.to(like.dtype), logits, lse, rstd
+    return out.to(like.dtype), logits, logits.logsumexp(0), rstd
 
 
 def route_backward(
@@ -67,7 +67,8 @@ def route_backward(
     dout = split(grad_out.to(wide), heads)  # [..., H, K]
     scale = torch.ones((), dtype=wide, device=grad_out.device) if gate is None else gate.to(wide)
     dmix = dout * scale
-    weights = (logits - lse).exp()
+    # Not exp(logits - lse): the rounding of lse moves all weights together, and what sources share no longer cancels.
+    weights = logits.softmax(0)
 
     # <dout, mix> is summed from the sources: formed from the rounded output it costs most of a bf16 gradient's digits.
     dots = torch.stack([(dout * split(row.to(wide), heads)).sum(-1) for row in rows])  # [N, ..., H]
@@ -84,17 +85,19 @@ def route_backward(
         through_key = dlogits[n].unsqueeze(-1) * folded - split(x * through_norm[n].unsqueeze(-1), heads)
         grads.append((weights[n].unsqueeze(-1) * dmix).addcmul_(through_key, rstd[n][..., None, None]).flatten(-2))
 
-    absent = grad_out.new_empty(0)
+    def absent() -> Tensor:  # a new one each time: an operator's outputs may not alias
+        return grad_out.new_empty(0)
+
     dquery = dfolded if key_weight is None else dfolded * key_weight.to(wide).view_as(query)
-    dkey = absent if key_weight is None else (dfolded * query.to(wide)).flatten().to(key_weight.dtype)
-    dnull = absent if null_source is None else grads.pop(0).reshape(-1, width).sum(0).to(null_source.dtype)
-    dgate = absent if gate is None else coupling.sum().reshape(1).to(gate.dtype)
+    dkey = absent() if key_weight is None else (dfolded * query.to(wide)).flatten().to(key_weight.dtype)
+    dnull = absent() if null_source is None else grads.pop(0).reshape(-1, width).sum(0).to(null_source.dtype)
+    dgate = absent() if gate is None else coupling.sum().reshape(1).to(gate.dtype)
     return [grad.to(grad_out.dtype) for grad in grads], dquery.to(query.dtype), dkey, dnull, dgate
 
 
 def split(x: Tensor, heads: int) -> Tensor:
     """[..., d] as [..., H, K]."""
-    return x.unflatten(-1, (heads, x.shape[-1] // heads))
+    return torch.unflatten(x, -1, (heads, x.shape[-1] // heads))
 
 
 def fold(query: Tensor, key_weight: Tensor | None, wide: torch.dtype) -> Tensor:

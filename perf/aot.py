@@ -13,11 +13,12 @@ from typing import Any
 
 import torch
 import triton
-from mhar_compile.lowering.launch import Launch, backward_launches, forward_launches, rows_of
-from mhar_compile.lowering.rectangle_launch import mix_launches, pull_launches, query_gradient_launches, score_launch
 from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+
+from mhar_compile.lowering.launch import Launch, backward_launches, forward_launches, rows_of
+from mhar_compile.lowering.rectangle_launch import mix_launches, pull_launches, query_gradient_launches, score_launch
 
 DTYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16", torch.float64: "fp64"}
 CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"

@@ -11,12 +11,12 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from mhar_compile.lowering.launch import Launch, row_of
-from mhar_compile.lowering.rectangle_launch import mix_launches, pull_launches, query_gradient_launches, score_launch
-from mhar_compile.ops import reference
 from torch import Tensor
 
 from mhar_compile import route
+from mhar_compile.lowering.launch import Launch, row_of
+from mhar_compile.lowering.rectangle_launch import mix_launches, pull_launches, query_gradient_launches, score_launch
+from mhar_compile.ops import reference
 
 from .budgets import Recipe, ratios
 

@@ -24,10 +24,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from mhar_compile.lowering.rectangle_launch import mix_launches, pull_launches, query_gradient_launches, score_launch
 from torch import Tensor
 
 from mhar_compile import route
+from mhar_compile.lowering.rectangle_launch import mix_launches, pull_launches, query_gradient_launches, score_launch
 
 from . import checks, clock, rivals
 

@@ -10,8 +10,9 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from mhar_compile.ops import reference
 from torch import Tensor
+
+from mhar_compile.ops import reference
 
 EPS = 1e-6
 Site = Callable[[Sequence[Tensor], Tensor, Tensor], Tensor]

@@ -9,10 +9,10 @@ import os
 import numpy as np
 import torch
 import triton.language as tl
-from mhar_compile.ops import cuda
 from triton.runtime import interpreter
 
 import mhar_compile  # noqa: F401  registers the operators
+from mhar_compile.ops import cuda
 
 if os.environ.get("TRITON_INTERPRET") != "1":
     raise RuntimeError("tests.interpreted needs TRITON_INTERPRET=1, set before Triton is imported")

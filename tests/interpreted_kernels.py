@@ -6,10 +6,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from mhar_compile.lowering import launch
-from mhar_compile.lowering.rules import RECTANGLE
 
 from mhar_compile import route
+from mhar_compile.lowering import launch
+from mhar_compile.lowering.rules import RECTANGLE
 from mhar_compile.testing import Recipe, assert_within_budget
 from mhar_compile.testing.problems import LAYOUTS
 

@@ -5,8 +5,8 @@ import sys
 
 import pytest
 import torch
-from mhar_compile.lowering.rules import RECTANGLE
 
+from mhar_compile.lowering.rules import RECTANGLE
 from perf import checks, gpu
 
 from . import interpreted  # noqa: F401  the kernels become the CPU implementation

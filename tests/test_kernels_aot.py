@@ -11,7 +11,6 @@ import torch
 pytest.importorskip("triton", reason="the kernels are written in Triton")
 
 from mhar_compile.lowering.rules import RECTANGLE, site_rule
-
 from perf.aot import Rectangle, Site, compiled
 
 SHAPES = {

@@ -9,7 +9,6 @@ import torch
 pytest.importorskip("triton", reason="the kernels are written in Triton")
 
 from mhar_compile.lowering.rules import RECTANGLE, WASTE, ceil_div, site_rule
-
 from perf.aot import Site, specialization
 
 NAMED = [(8, 64), (8, 72), (8, 80), (8, 128), (4, 128), (8, 160), (8, 256), (8, 512), (9, 64), (1, 7168)]
