@@ -180,7 +180,7 @@ def backward_launches(
 
     coupling = None
     if len(rows) > RECTANGLE:
-        coupling = torch.zeros_like(lse)
+        coupling = lse.new_zeros((2, tokens, heads))
         for first in range(0, len(rows), RECTANGLE):
             yield Launch(site_coupling, (ceil_div(tokens, rule.tokens),), shared(first), constants, site_options(rule))
     for first in range(0, len(rows), RECTANGLE):

@@ -5,7 +5,7 @@ the backward first forms every dot (site_coupling), then the gradients. Sources 
 group are in flight together and its sums share one barrier. Slots from `count` on are masked, whole groups skipped.
 
 Shapes: sources, out, grad_out, residual [tokens, d] with a stride between tokens; logits, dots [count, tokens, H];
-rstd [count, tokens]; lse, coupling, carry_max and carry_sum [tokens, H];
+rstd [count, tokens]; lse, carry_max and carry_sum [tokens, H]; coupling (and the weights' sum) [2, tokens, H];
 carry_mix [tokens, d]; query [H, K]; key_weight [d].
 """
 
@@ -197,12 +197,13 @@ def site_forward(
 
 
 @triton.jit
-def load_weight(logits, levels, slot, count, token, tokens, live, group, TILE: tl.constexpr):
+def load_weight(logits, lse, slot, count, token, tokens, live, group, TILE: tl.constexpr):
     """Logit and softmax weight of one source for one group of heads; zero where masked."""
     present = mask_heads(live, group, TILE) & (slot < count)
-    at = logits + (slot * tokens.to(tl.int64) + token) * TILE.H + heads_of(group, TILE)
-    logit = tl.load(at, mask=present, other=0.0)
-    return logit, tl.where(present, tl.exp(logit - levels[group]), 0.0)
+    row = token * TILE.H + heads_of(group, TILE)
+    logit = tl.load(logits + slot * tokens.to(tl.int64) * TILE.H + row, mask=present, other=0.0)
+    level = tl.load(lse + row, mask=present, other=0.0)
+    return logit, tl.where(present, tl.exp(logit - level), 0.0)
 
 
 @triton.jit
@@ -212,30 +213,40 @@ def site_dots(
     count,
     douts,
     logits,
-    levels,
+    lse,
     dots,
     coupling,
+    mass,
     token,
     tokens,
     live,
     TILE: tl.constexpr,
     GROUP: tl.constexpr,
 ):
-    """Store <dout, x_n> of every source; return coupling plus sum_n w_n <dout, x_n>, per head."""
+    """Store <dout, x_n> of every source; return coupling + sum_n w_n <dout, x_n> and mass + sum_n w_n, per head.
+
+    The weights' sum is one but for the rounding of lse, which moves all of them together: what the sources share would
+    no longer cancel in <dout, x_n> - coupling. Dividing by the sum takes it out.
+    """
     for first in range(0, count, GROUP):
         rows = load_group(sources, strides, first, count, token, live, TILE, GROUP)
         found = group_dots(rows, None, douts, TILE, GROUP)
-        updated = ()
+        coupled = ()
+        massed = ()
         for h in tl.static_range(TILE.GROUPS):
             part = coupling[h]
+            weights = mass[h]
             for i in tl.static_range(GROUP):
-                _, weight = load_weight(logits, levels, first + i, count, token, tokens, live, h, TILE)
+                _, weight = load_weight(logits, lse, first + i, count, token, tokens, live, h, TILE)
                 at = dots + ((first + i) * tokens.to(tl.int64) + token) * TILE.H + heads_of(h, TILE)
                 tl.store(at, found[h * GROUP + i], mask=mask_heads(live, h, TILE) & (first + i < count))
                 part += weight * found[h * GROUP + i]
-            updated = updated + (part,)
-        coupling = updated
-    return coupling
+                weights += weight
+            coupled = coupled + (part,)
+            massed = massed + (weights,)
+        coupling = coupled
+        mass = massed
+    return coupling, mass
 
 
 @triton.jit(do_not_specialize=["count", "tokens"])
@@ -257,32 +268,46 @@ def site_coupling(
     COLUMNS: tl.constexpr,
     GROUP: tl.constexpr,
 ):
-    """The dots of `count` sources, and their part of <dout, mix> added to coupling, for one tile of tokens."""
+    """The dots of `count` sources, and their part of <dout, mix> and of the weights' sum added to coupling."""
     TILE: tl.constexpr = tile_of(H, K, TOKENS, HEADS, COLUMNS)
     token = tokens_of(tl.program_id(0), TILE)
     live = token < tokens
     douts = to_float32(load_row(grad_out, token, grad_stride, live, TILE))
-    levels = load_heads(lse, token, live, TILE)
-    before = load_heads(coupling, token, live, TILE)
-    after = site_dots(
-        sources, strides, count, douts, logits, levels, dots, before, token, tokens, live, TILE, GROUP
-    )  # fmt: skip
-    store_heads(coupling, after, token, live, TILE)
+    second = coupling + tokens.to(tl.int64) * H
+    coupled = load_heads(coupling, token, live, TILE)
+    mass = load_heads(second, token, live, TILE)
+    coupled, mass = site_dots(
+        sources, strides, count, douts, logits, lse, dots, coupled, mass, token, tokens, live, TILE, GROUP
+    )
+    store_heads(coupling, coupled, token, live, TILE)
+    store_heads(second, mass, token, live, TILE)
 
 
 @triton.jit
-def logit_gradient(slot, count, scale, logits, levels, dots, coupling, token, tokens, live, TILE: tl.constexpr):
+def normalised(coupling, mass, scale, TILE: tl.constexpr):
+    """coupling / mass, and scale / mass, per head; a masked row has no mass and stays zero."""
+    divided = ()
+    scales = ()
+    for h in tl.static_range(TILE.GROUPS):
+        inverse = tl.where(mass[h] == 0, 0.0, 1.0 / mass[h])
+        divided = divided + (coupling[h] * inverse,)
+        scales = scales + (scale * inverse,)
+    return divided, scales
+
+
+@triton.jit
+def logit_gradient(slot, count, scales, logits, lse, dots, coupling, token, tokens, live, TILE: tl.constexpr):
     """Scaled weights and logit gradients of one source per head, and sum_h dl l per token."""
     weights = ()
     dlogits = ()
     norm = tl.zeros([TILE.ROWS], tl.float32)
     for h in tl.static_range(TILE.GROUPS):
-        logit, weight = load_weight(logits, levels, slot, count, token, tokens, live, h, TILE)
+        logit, weight = load_weight(logits, lse, slot, count, token, tokens, live, h, TILE)
         at = dots + (slot * tokens.to(tl.int64) + token) * TILE.H + heads_of(h, TILE)
         dot = tl.load(at, mask=mask_heads(live, h, TILE) & (slot < count), other=0.0)
-        dlogit = scale * weight * (dot - coupling[h])
+        dlogit = scales[h] * weight * (dot - coupling[h])
         norm += dlogit * logit
-        weights = weights + (scale * weight,)
+        weights = weights + (scales[h] * weight,)
         dlogits = dlogits + (dlogit,)
     return weights, dlogits, over_heads((norm,), TILE)[0]
 
@@ -298,6 +323,8 @@ def source_gradient(
     norm,
     douts,
     folded,
+    grad_out,
+    grad_stride,
     query,
     key_weight,
     dfolded,
@@ -305,7 +332,7 @@ def source_gradient(
     live,
     TILE: tl.constexpr,
 ):
-    """Write one source's gradient; return dfolded plus dl key. An empty folded is read again, unit by unit."""
+    """Write one source's gradient; return dfolded plus dl key. Empty douts and folded are read again, unit by unit."""
     inverse = tl.load(rstd + token, mask=live, other=0.0)
     through_norm = inverse * inverse * norm * (1.0 / TILE.WIDTH)
     updated = ()
@@ -314,10 +341,12 @@ def source_gradient(
         weight = weights[u // TILE.CHUNKS]
         dlogit = dlogits[u // TILE.CHUNKS]
         if len(folded) > 0:
+            dout = douts[u]
             through_key = folded[u]
         else:
+            dout = load_unit(grad_out, token, grad_stride, live, u, TILE).to(tl.float32)
             through_key = fold_unit(query, key_weight, token, live, u, TILE)
-        value = weight[:, None] * douts[u] + (inverse * dlogit)[:, None] * through_key
+        value = weight[:, None] * dout + (inverse * dlogit)[:, None] * through_key
         value -= through_norm[:, None] * x.to(tl.float32)
         store_unit(grad, value, token, TILE.WIDTH, live, u, TILE)
         updated = updated + (dfolded[u] + dlogit[:, None] * rounded_key(x, inverse),)
@@ -325,12 +354,12 @@ def source_gradient(
 
 
 @triton.jit
-def add_null(nulls, scale, logits, levels, dots, S, douts, sums, token, tokens, live, TILE: tl.constexpr):
+def add_null(nulls, scales, logits, lse, dots, S, douts, sums, token, tokens, live, TILE: tl.constexpr):
     """Add what the null source, slot 0 where nulls is 1, owes to these tokens: w dout, dl, and sum_h dl l.
 
     Its row and its RMS are the same for every token, so its gradient needs no more than these sums.
     """
-    weights, dlogits, norm = logit_gradient(0, nulls, scale, logits, levels, dots, S, token, tokens, live, TILE)
+    weights, dlogits, norm = logit_gradient(0, nulls, scales, logits, lse, dots, S, token, tokens, live, TILE)
     mixed = ()
     for u in tl.static_range(TILE.UNITS):
         mixed = mixed + (sums[0][u] + weights[u // TILE.CHUNKS][:, None] * douts[u],)
@@ -392,6 +421,7 @@ def site_backward(
     Without coupling the dots are formed here, in a first pass over the sources; the second finds them in the caches.
     """
     TILE: tl.constexpr = tile_of(H, K, TOKENS, HEADS, COLUMNS)
+    HELD: tl.constexpr = 4 if null_sums is None else 2  # units of dout and query that fit beside the sums over tokens
     row = tl.program_id(0).to(tl.int64) + tl.zeros([TILE.ROWS], tl.int64)
     resumed = (tl.arange(0, TILE.ROWS) < HEADS) & (carried != 0)
     scale = 1.0
@@ -406,28 +436,32 @@ def site_backward(
         token = tokens_of(tile, TILE)
         live = token < tokens
         douts = to_float32(load_row(grad_out, token, grad_stride, live, TILE))
-        levels = load_heads(lse, token, live, TILE)
         if coupling is None:
-            S = site_dots(
-                sources, strides, count, douts, logits, levels, dots, zero_heads(TILE), token, tokens, live, TILE, GROUP
-            )
+            S, mass = site_dots(
+                sources, strides, count, douts, logits, lse, dots, zero_heads(TILE), zero_heads(TILE),
+                token, tokens, live, TILE, GROUP,
+            )  # fmt: skip
             tl.debug_barrier()  # the dots are read back by other threads of this program
         else:
             S = load_heads(coupling, token, live, TILE)
+            mass = load_heads(coupling + tokens.to(tl.int64) * H, token, live, TILE)
+        S, scales = normalised(S, mass, scale, TILE)
         for h in tl.static_range(TILE.GROUPS):
             dgate += S[h]
         if null_sums is not None:
-            null = add_null(nulls, scale, logits, levels, dots, S, douts, null, token, tokens, live, TILE)
+            null = add_null(nulls, scales, logits, lse, dots, S, douts, null, token, tokens, live, TILE)
         folded = ()
-        if (4 if null_sums is None else 2) >= TILE.UNITS:  # more would not fit beside dout and the sums over tokens
+        if TILE.UNITS <= HELD:
             folded = fold(query, key_weight, token, live, TILE)
+        else:
+            douts = ()
         for slot in range(nulls, count):
             weights, dlogits, norm = logit_gradient(
-                slot, count, scale, logits, levels, dots, S, token, tokens, live, TILE
+                slot, count, scales, logits, lse, dots, S, token, tokens, live, TILE
             )
             dfolded = source_gradient(
                 pick(sources, slot), pick(strides, slot), pick(grads, slot), rstd + slot * tokens.to(tl.int64), weights,
-                dlogits, norm, douts, folded, query, key_weight, dfolded, token, live, TILE,
+                dlogits, norm, douts, folded, grad_out, grad_stride, query, key_weight, dfolded, token, live, TILE,
             )  # fmt: skip
 
     if null_sums is not None:

@@ -60,7 +60,7 @@ def small_recipes(draw, dtype):
 
 
 def property_of(dtype):
-    @settings(max_examples=12, deadline=None)
+    @settings(max_examples=8, deadline=None)
     @given(recipe=small_recipes(dtype), seed=st.integers(0, 2**32 - 1))
     def within_budget(recipe, seed):
         check(recipe, seed)
@@ -75,8 +75,9 @@ test_float16 = property_of(torch.float16)
 
 @pytest.mark.parametrize("count", [1, 2, 9, RECTANGLE, RECTANGLE + 1, 33, 129])
 def test_any_number_of_sources(count):
-    check(Recipe(tokens=(2,), count=count, heads=2, head_width=4, dtype=torch.bfloat16, residual=True, gate=1))
-    check(Recipe(tokens=(1,), count=count - 1, heads=1, head_width=3, null_source=True, residual=True, gate=1))
+    dtype = torch.bfloat16 if count % 2 else torch.float32
+    recipe = Recipe(tokens=(2,), count=count - 1, heads=2, head_width=4, dtype=dtype, null_source=True, residual=True)
+    check(recipe)
 
 
 @pytest.mark.parametrize(("heads", "head_width"), [(8, 64), (8, 72), (8, 80), (8, 128), (8, 160), (4, 256), (2, 512)])

@@ -8,6 +8,9 @@ import torch
 
 pytest.importorskip("triton", reason="the kernels are written in Triton")
 
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+
 from mhar_compile.lowering.rules import RECTANGLE, WASTE, ceil_div, site_rule
 from perf.aot import Site, specialization
 
@@ -76,6 +79,39 @@ def test_sources_are_read_where_they_lie():
     rows = rows_of(sources, null, sources[0])
     assert [row.data_ptr() for row in rows] == [x.data_ptr() for x in (null, *sources)]
     assert [row.stride(0) for row in rows] == [0, 48, 48, 48, 0]
+
+
+class NoDriver:
+    """In the place of a GPU's driver: Triton's launcher binds arguments and compiles, and runs nothing."""
+
+    def get_current_target(self):
+        return GPUTarget("cuda", 90, 32)
+
+    def get_current_device(self):
+        return 0
+
+
+@pytest.mark.parametrize("site", [Site(512, 4, 2), Site(512, 4, 17, null_source=True, residual=True, gate=True)])
+def test_specialization_is_what_the_launcher_computes(site):
+    """The launches bind to the kernels' parameters, and perf.aot compiles exactly what a launch would."""
+
+    def real(value):
+        if isinstance(value, tuple):
+            return tuple(real(entry) for entry in value)
+        return torch.empty(value.shape, dtype=value.dtype) if isinstance(value, torch.Tensor) else value
+
+    driver.set_active(NoDriver())
+    try:
+        for launch in {launch.kernel: launch for launch in site.launches()}.values():
+            arguments = {name: real(value) for name, value in launch.arguments.items()}
+            kernel = launch.kernel.warmup(**arguments, **launch.constants, **launch.options, grid=launch.grid)
+            _, signature, _, divisible, _ = specialization(launch)
+            assert kernel.src.signature == dict(signature), launch.kernel.__name__
+            assert {path for path, found in kernel.src.attrs.items() if found} == set(divisible)
+            for option, value in launch.options.items():
+                assert getattr(kernel.metadata, option) == value
+    finally:
+        driver.reset_active()
 
 
 def test_import_is_lazy_and_a_missing_triton_is_explained():
