@@ -19,9 +19,9 @@ from .tiles import (
     load_unit,
     mask_heads,
     mask_unit,
-    normalized,
     over_heads,
     pick,
+    rounded_key,
     store_heads,
     store_unit,
     sums,
@@ -85,7 +85,7 @@ def score(
             total = tl.zeros([TOKENS, SITES], tl.float32)
             for first in range(0, K, COLUMNS):
                 x = block_of(source, stride, token, live, head, first, K, COLUMNS)
-                key = normalized(x, inverse)
+                key = rounded_key(x, inverse)
                 column = first + tl.arange(0, COLUMNS)
                 at = site.to(tl.int64)[None, :] * (H * K) + (head * K + column)[:, None]
                 inside = (site < sites)[None, :] & (column < K)[:, None]
@@ -248,11 +248,11 @@ def pull(
     )  # fmt: skip
     tl.debug_barrier()  # dlogits are read back by other threads of this program
     inverse = tl.load(rstd + token, mask=live, other=0.0)
-    through_norm = inverse * inverse * norm * (1.0 / TILE.WIDTH)
+    through_norm = inverse * (norm * (1.0 / TILE.WIDTH))
     total = ()
     before = load_row(carry, token, TILE.WIDTH, live & (carried != 0), TILE)
     for u in tl.static_range(TILE.UNITS):
-        total = total + (before[u] - through_norm[:, None] * x[u].to(tl.float32),)
+        total = total + (before[u] - through_norm[:, None] * (x[u].to(tl.float32) * inverse[:, None]),)
     for m in range(0, count):
         dout = to_float32(load_row(pick(douts, m), token, pick(dout_strides, m), live, TILE))
         scale = tl.load(scales + m)
@@ -300,7 +300,7 @@ def query_gradient(
         live = token < tokens
         x = block_of(source, stride, token, live, head, first, K, COLUMNS)
         inverse = tl.load(rstd + token, mask=live, other=0.0)
-        key = normalized(x, inverse)
+        key = rounded_key(x, inverse)
         at = (site[None, :] * tokens.to(tl.int64) + token[:, None]) * H + head
         dlogit = tl.load(dlogits + at, mask=live[:, None] & (site < sites)[None, :], other=0.0)
         total = exact_dot(tl.trans(key), dlogit, total)

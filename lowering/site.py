@@ -22,6 +22,7 @@ from .tiles import (
     mask_heads,
     over_heads,
     pick,
+    rounded,
     rounded_key,
     store_heads,
     store_sum,
@@ -75,7 +76,7 @@ def group_dots(rows, rstds, others, TILE: tl.constexpr, GROUP: tl.constexpr):
                 if rstds is None:
                     total += row.to(tl.float32) * others[h * TILE.CHUNKS + c]
                 else:
-                    total += rounded_key(row, rstds[i]) * others[h * TILE.CHUNKS + c]
+                    total += rounded_key(row, rstds[i]).to(tl.float32) * others[h * TILE.CHUNKS + c]
             products = products + (total,)
         dots = dots + sums(products, 1)
     return dots
@@ -334,10 +335,11 @@ def source_gradient(
 ):
     """Write one source's gradient; return dfolded plus dl key. Empty douts and folded are read again, unit by unit."""
     inverse = tl.load(rstd + token, mask=live, other=0.0)
-    through_norm = inverse * inverse * norm * (1.0 / TILE.WIDTH)
+    through_norm = inverse * (norm * (1.0 / TILE.WIDTH))
     updated = ()
     for u in tl.static_range(TILE.UNITS):
         x = load_unit(source, token, stride, live, u, TILE)
+        normal = x.to(tl.float32) * inverse[:, None]
         weight = weights[u // TILE.CHUNKS]
         dlogit = dlogits[u // TILE.CHUNKS]
         if len(folded) > 0:
@@ -347,9 +349,9 @@ def source_gradient(
             dout = load_unit(grad_out, token, grad_stride, live, u, TILE).to(tl.float32)
             through_key = fold_unit(query, key_weight, token, live, u, TILE)
         value = weight[:, None] * dout + (inverse * dlogit)[:, None] * through_key
-        value -= through_norm[:, None] * x.to(tl.float32)
+        value -= through_norm[:, None] * normal  # not inverse^2 x: sources of size 1e18 would vanish in it
         store_unit(grad, value, token, TILE.WIDTH, live, u, TILE)
-        updated = updated + (dfolded[u] + dlogit[:, None] * rounded_key(x, inverse),)
+        updated = updated + (dfolded[u] + dlogit[:, None] * rounded(normal, x).to(tl.float32),)
     return updated
 
 
@@ -379,11 +381,12 @@ def store_null(null_sums, sums, null, rstd, query, key_weight, dfolded, TILE: tl
     updated = ()
     for u in tl.static_range(TILE.UNITS):
         x = load_unit(null, row, 0, everywhere, u, TILE)
+        normal = x.to(tl.float32) * inverse[:, None]
         dlogit = sums[1][u // TILE.CHUNKS]
         value = sums[0][u] + (inverse * dlogit)[:, None] * folded[u]
-        value -= (inverse * inverse * sums[2] * (1.0 / TILE.WIDTH))[:, None] * x.to(tl.float32)
+        value -= (inverse * (sums[2] * (1.0 / TILE.WIDTH)))[:, None] * normal
         store_sum(null_sums, value, tl.program_id(0), u, TILE)
-        updated = updated + (dfolded[u] + dlogit[:, None] * rounded_key(x, inverse),)
+        updated = updated + (dfolded[u] + dlogit[:, None] * rounded(normal, x).to(tl.float32),)
     return updated
 
 

@@ -227,20 +227,19 @@ def zero_heads(TILE: tl.constexpr):
 
 
 @triton.jit
-def normalized(x, rstd):
-    """The key before its weight, rounded once to the sources' dtype: [rows, columns] from x and one rstd a row."""
-    key = x.to(tl.float32) * rstd[:, None]
-    if PAIRED and x.dtype == tl.bfloat16:
-        return tl.inline_asm_elementwise(ROUND_BF16, "=r,r,r", [key], x.dtype, is_pure=True, pack=2)
-    if PAIRED and x.dtype == tl.float16:
-        return tl.inline_asm_elementwise(ROUND_FP16, "=r,r,r", [key], x.dtype, is_pure=True, pack=2)
-    return key.to(x.dtype)
+def rounded(value, like):
+    """float32 rounded once to the dtype of another tensor."""
+    if PAIRED and like.dtype == tl.bfloat16:
+        return tl.inline_asm_elementwise(ROUND_BF16, "=r,r,r", [value], like.dtype, is_pure=True, pack=2)
+    if PAIRED and like.dtype == tl.float16:
+        return tl.inline_asm_elementwise(ROUND_FP16, "=r,r,r", [value], like.dtype, is_pure=True, pack=2)
+    return value.to(like.dtype)
 
 
 @triton.jit
 def rounded_key(x, rstd):
-    """The same in float32."""
-    return normalized(x, rstd).to(tl.float32)
+    """The key before its weight, rounded once to the sources' dtype: [rows, columns] from x and one rstd a row."""
+    return rounded(x.to(tl.float32) * rstd[:, None], x)
 
 
 @triton.jit

@@ -21,7 +21,7 @@ def names():
             yield from (f"{path.name}::{name}" for name in targets if name.startswith("test_"))
 
 
-@pytest.mark.parametrize("name", names())
+@pytest.mark.parametrize("name", list(names()))
 def test_interpreted(name):
     pytest.importorskip("triton", reason="the kernels are written in Triton")
     environment = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": str(ROOT)}
