@@ -12,8 +12,8 @@ import triton.language as tl
 
 from .tiles import (
     PAIRED,
-    columns_of,
     heads_of,
+    lanes_of,
     load_heads,
     load_row,
     load_unit,
@@ -22,6 +22,7 @@ from .tiles import (
     over_heads,
     pick,
     rounded_key,
+    start_of,
     store_heads,
     store_unit,
     sums,
@@ -141,7 +142,7 @@ def mix(
     group = unit // TILE.CHUNKS
     row = token * H + heads_of(group, TILE)
     heads = mask_heads(live, group, TILE)
-    place = token[:, None] * TILE.WIDTH + columns_of(unit, TILE)
+    place = token[:, None] * TILE.WIDTH + start_of(unit, TILE) + lanes_of(TILE)
     inside = mask_unit(live, unit, TILE)
     state = ()
     for s in tl.static_range(SITES):

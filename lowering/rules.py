@@ -48,8 +48,8 @@ def site_rule(heads: int, head_width: int, itemsize: int) -> SiteRule:
     """The rule of the site kernels: the cut of least cost, and as many sources at a time as the registers hold.
 
     A thread reads 16 bytes at a time and holds `values` elements of a source. Registers on sm_90 in bfloat16, forward /
-    backward / backward with a null source: 16 values and two sources at a time 111 / 115 / 128; 32 values, one source
-    162 / 199 / 200; 40 values 192 / 167 / 254; 56 values 227 / 215 / 255. None of these spills.
+    backward / backward with a null source: 16 values and two sources at a time 111 / 113 / 127; 32 values, one source
+    160 / 181 / 193; 40 values 190 / 168 / 241; 56 values 227 / 187 / -. None of these spills.
     """
     vector = 16 // itemsize
     choices = product(powers_of_two(64), [columns for columns in powers_of_two(8192) if columns >= vector])

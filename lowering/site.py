@@ -285,13 +285,40 @@ def site_coupling(
 
 
 @triton.jit
-def normalised(coupling, mass, scale, TILE: tl.constexpr):
-    """coupling / mass, and scale / mass, per head; a masked row has no mass and stays zero."""
+def tile_coupling(
+    coupling,
+    scale,
+    sources,
+    strides,
+    count,
+    douts,
+    logits,
+    lse,
+    dots,
+    token,
+    tokens,
+    live,
+    TILE: tl.constexpr,
+    GROUP: tl.constexpr,
+):
+    """<dout, mix> and the gate over the weights' sum, per head: read from coupling, or formed here with all dots.
+
+    A masked row has no weights and stays zero.
+    """
+    if coupling is None:
+        part = zero_heads(TILE)
+        part, mass = site_dots(
+            sources, strides, count, douts, logits, lse, dots, part, part, token, tokens, live, TILE, GROUP
+        )
+        tl.debug_barrier()  # the dots are read back by other threads of this program
+    else:
+        part = load_heads(coupling, token, live, TILE)
+        mass = load_heads(coupling + tokens.to(tl.int64) * TILE.H, token, live, TILE)
     divided = ()
     scales = ()
     for h in tl.static_range(TILE.GROUPS):
         inverse = tl.where(mass[h] == 0, 0.0, 1.0 / mass[h])
-        divided = divided + (coupling[h] * inverse,)
+        divided = divided + (part[h] * inverse,)
         scales = scales + (scale * inverse,)
     return divided, scales
 
@@ -439,16 +466,9 @@ def site_backward(
         token = tokens_of(tile, TILE)
         live = token < tokens
         douts = to_float32(load_row(grad_out, token, grad_stride, live, TILE))
-        if coupling is None:
-            S, mass = site_dots(
-                sources, strides, count, douts, logits, lse, dots, zero_heads(TILE), zero_heads(TILE),
-                token, tokens, live, TILE, GROUP,
-            )  # fmt: skip
-            tl.debug_barrier()  # the dots are read back by other threads of this program
-        else:
-            S = load_heads(coupling, token, live, TILE)
-            mass = load_heads(coupling + tokens.to(tl.int64) * H, token, live, TILE)
-        S, scales = normalised(S, mass, scale, TILE)
+        S, scales = tile_coupling(
+            coupling, scale, sources, strides, count, douts, logits, lse, dots, token, tokens, live, TILE, GROUP
+        )
         for h in tl.static_range(TILE.GROUPS):
             dgate += S[h]
         if null_sums is not None:

@@ -127,10 +127,15 @@ def mask_heads(live, group, TILE: tl.constexpr):
 
 
 @triton.jit
-def columns_of(unit, TILE: tl.constexpr):
-    """Where a unit's values stand in a token's row: [ROWS, COLUMNS]."""
-    column = (unit % TILE.CHUNKS) * TILE.COLUMNS + tl.arange(0, TILE.COLUMNS)
-    return heads_of(unit // TILE.CHUNKS, TILE)[:, None] * TILE.K + column[None, :]
+def start_of(unit, TILE: tl.constexpr):
+    """Where a unit begins in a token's row: a constant, so that all units share their lanes' addresses."""
+    return (unit // TILE.CHUNKS) * TILE.HEADS * TILE.K + (unit % TILE.CHUNKS) * TILE.COLUMNS
+
+
+@triton.jit
+def lanes_of(TILE: tl.constexpr):
+    """Where a unit's values stand from its start: [ROWS, COLUMNS]."""
+    return heads_of(0, TILE)[:, None] * TILE.K + tl.arange(0, TILE.COLUMNS)[None, :]
 
 
 @triton.jit
@@ -146,15 +151,17 @@ def mask_unit(live, unit, TILE: tl.constexpr):
 @triton.jit
 def load_unit(pointer, token, stride, live, unit, TILE: tl.constexpr):
     """One unit of the tokens' rows in the stored dtype, zero where masked."""
-    offsets = token[:, None] * stride + columns_of(unit, TILE)
-    return tl.load(pointer + offsets, mask=mask_unit(live, unit, TILE), other=0.0)
+    offsets = token[:, None] * stride + lanes_of(TILE)
+    return tl.load(pointer + start_of(unit, TILE) + offsets, mask=mask_unit(live, unit, TILE), other=0.0)
 
 
 @triton.jit
 def store_unit(pointer, value, token, stride, live, unit, TILE: tl.constexpr):
     """Write one unit of the tokens' rows, rounded to the stored dtype."""
-    offsets = token[:, None] * stride + columns_of(unit, TILE)
-    tl.store(pointer + offsets, value.to(pointer.dtype.element_ty), mask=mask_unit(live, unit, TILE))
+    offsets = token[:, None] * stride + lanes_of(TILE)
+    tl.store(
+        pointer + start_of(unit, TILE) + offsets, value.to(pointer.dtype.element_ty), mask=mask_unit(live, unit, TILE)
+    )
 
 
 @triton.jit
