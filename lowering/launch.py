@@ -53,9 +53,10 @@ def route(
     lse = like.new_empty((*tokens, heads), dtype=torch.float32)
     rstd = like.new_empty((count, *tokens), dtype=torch.float32)
     if out.numel():
-        rows = rows_of(sources, null_source, out)
-        for launch in forward_launches(rows, query, key_weight, residual, gate, eps, out, logits, lse, rstd):
-            launch.run()
+        with torch.cuda.device_of(out):
+            rows = rows_of(sources, null_source, out)
+            for launch in forward_launches(rows, query, key_weight, residual, gate, eps, out, logits, lse, rstd):
+                launch.run()
     return out, logits, lse, rstd
 
 
@@ -80,11 +81,12 @@ def route_backward(
     grads = [grad_out.new_empty(source.shape) for source in sources]
     parameters = like(query), like(key_weight), like(null_source), like(gate)
     if grad_out.numel():
-        rows = rows_of(sources, null_source, grad_out)
-        for launch in backward_launches(
-            row_of(grad_out), rows, grads, query, key_weight, null_source, gate, logits, lse, rstd, *parameters
-        ):
-            launch.run()
+        with torch.cuda.device_of(grad_out):
+            rows = rows_of(sources, null_source, grad_out)
+            for launch in backward_launches(
+                row_of(grad_out), rows, grads, query, key_weight, null_source, gate, logits, lse, rstd, *parameters
+            ):
+                launch.run()
     return grads, *parameters
 
 

@@ -98,7 +98,7 @@ def block_rule(head_width: int) -> BlockRule:
 
 
 def cost(heads: int, head_width: int, tile_heads: int, columns: int, vector: int) -> float:
-    """What a cut costs, in doublings of a program's work: idle lanes, too few or too many values a thread, barriers."""
+    """What a cut costs, in doublings of the work: idle lanes, too few or too many values a thread, barriers."""
     groups, chunks = ceil_div(heads, tile_heads), ceil_div(head_width, columns)
     lanes, values = tile_heads * columns // vector, groups * chunks * vector
     idle = groups * tile_heads * chunks * columns / (heads * head_width)
@@ -107,6 +107,7 @@ def cost(heads: int, head_width: int, tile_heads: int, columns: int, vector: int
     return (
         16 * log2(max(idle / WASTE, 1))
         + abs(log2(values / 20))
+        + 6 * log2(max(values / 64, 1))  # more spill
         + (lanes > 32) / 2
         + log2(crossing) / 2
         + log2(groups) / 4
