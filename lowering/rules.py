@@ -112,7 +112,7 @@ def cost(heads: int, head_width: int, tile_heads: int, columns: int, vector: int
         + log2(crossing) / 2
         + log2(groups) / 4
         + log2(sharing) / 4
-        + 8 * (lanes > 512)
+        + 64 * (lanes > 512)  # a program of more than 16 warps
     )
 
 
