@@ -130,7 +130,7 @@ def plot_losses(results: list[Result], path: Path) -> None:
     for r in results:
         width = max(1, len(r.training) // 20)
         smooth = torch.tensor(r.training).unfold(0, width, 1).mean(1)
-        axes.plot(range(width, width + len(smooth)), smooth, color=COLOURS[r.topology], label=r.topology)
+        axes.plot(range(width, width + len(smooth)), smooth.numpy(), color=COLOURS[r.topology], label=r.topology)
         axes.axhline(r.held_out.mean().item(), color=COLOURS[r.topology], linestyle="--", linewidth=0.8)
     axes.set(xlabel="step", ylabel="loss, nats per byte", title="Training loss (running mean); dashed: held out")
     axes.legend(frameon=False)
@@ -148,7 +148,7 @@ def plot_routes(weights: dict[str, Tensor], path: Path) -> None:
         1, heads, figsize=(3 * heads + 1, 3.4), sharey=True, layout="constrained", squeeze=False
     )
     for head, axes in enumerate(panels[0]):
-        image = axes.imshow(grid[head], vmin=0, vmax=1, cmap="viridis", aspect="auto")
+        image = axes.imshow(grid[head].numpy(), vmin=0, vmax=1, cmap="viridis", aspect="auto")
         axes.set(title=f"head {head}", xlabel="source")
     panels[0][0].set(ylabel="site")
     figure.colorbar(image, ax=panels[0], label="mean weight")

@@ -32,10 +32,10 @@ def routing_weights(model: nn.Module, *inputs: Any) -> dict[str, Tensor]:
         raise ValueError("routing_weights: the model has no Router; expected a model with at least one routing site")
     found: dict[str, Tensor] = {}
 
-    def record(router: Router, args: tuple[Any, ...]) -> None:
-        found[names[router]] = router.weights(*args).flatten(1, -2).mean(1)
+    def record(router: Router, args: tuple[Any, ...], keywords: dict[str, Any]) -> None:
+        found[names[router]] = router.weights(*args, **keywords).flatten(1, -2).mean(1)
 
-    hooks = [router.register_forward_pre_hook(record) for router in names]
+    hooks = [router.register_forward_pre_hook(record, with_kwargs=True) for router in names]
     try:
         with torch.compiler.set_stance("force_eager"):
             model(*inputs)
