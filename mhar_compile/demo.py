@@ -161,6 +161,8 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=300, help="training steps for each topology (default %(default)s)")
     parser.add_argument("--out", type=Path, default=Path("runs/demo"), help="folder for the figures")
     arguments = parser.parse_args()
+    if arguments.steps < 2:
+        parser.error(f"--steps must be at least 2, got {arguments.steps}: the first step compiles and is not timed")
     arguments.out.mkdir(parents=True, exist_ok=True)
     # A core is left to the rest of the machine: one thread that waits for its core holds up all the others.
     torch.set_num_threads(max(1, torch.get_num_threads() - 1))

@@ -80,6 +80,24 @@ def test_routing_weights_are_means_over_tokens_also_of_a_compiled_module():
         torch.testing.assert_close(mean, expected)
 
 
+def test_routing_weights_refuse_a_router_that_runs_twice():
+    class Twice(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.router = Router(12, 4)
+
+        def forward(self, sources):
+            return self.router([self.router(sources), *sources])
+
+    with pytest.raises(ValueError, match="router runs more than once"):
+        routing_weights(Twice(), [torch.randn(2, 12)])
+
+
+def test_names_are_the_models_own_also_where_it_is_compiled():
+    model, tokens = Decoder.from_preset("tiny", layers=1), torch.zeros(1, 4, dtype=torch.long)
+    assert list(routing_weights(torch.compile(model, backend="eager"), tokens)) == list(routing_weights(model, tokens))
+
+
 def test_routing_weights_need_a_router():
     with pytest.raises(ValueError, match="the model has no Router"):
         routing_weights(torch.nn.Linear(2, 2), torch.ones(2))
