@@ -123,7 +123,7 @@ SCALED = {  # what each result would be multiplied by, given the gate and the nu
 def test_budgets_catch_a_gradient_on_the_wrong_side_of_the_gate_or_not_summed(name, dtype):
     for seed in range(10):
         problem = replace(GATED, dtype=dtype).problem(seed)
-        problem = replace(problem, gate=torch.tensor([2.0]))
+        problem = replace(problem, gate=torch.tensor([8.0]))
         results = problem.run()
         assert_within_budget(problem, results)
         factor = SCALED[name](float(problem.gate), math.prod(GATED.tokens))
