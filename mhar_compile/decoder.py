@@ -144,7 +144,7 @@ class Attention(nn.Module):
 
     def split(self, x: Tensor) -> Tensor:
         """[B, T, n * head_dim] as [B, T, n, head_dim], in the parameters' dtype even under autocast."""
-        return x.to(self.q_norm.weight.dtype).view(*x.shape[:-1], -1, self.head_dim)
+        return torch.unflatten(x.to(self.q_norm.weight.dtype), -1, (x.shape[-1] // self.head_dim, self.head_dim))
 
 
 class MLP(nn.Module):

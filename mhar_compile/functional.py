@@ -8,6 +8,7 @@ from typing import Literal, overload
 import torch
 from torch import Tensor
 
+LEAST_EPS, LARGEST_EPS = torch.finfo(torch.float32).tiny, torch.finfo(torch.float32).max
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
@@ -64,7 +65,7 @@ def route(
     Args:
         sources: N >= 1 tensors [..., d] of one shape, dtype (float32, bfloat16, float16 or float64) and device, or one
             tensor [N, ..., d]. N may be 0 where both null_source and residual are given. A source whose last dimension
-            is contiguous is read where it lies, any other is copied once. The mean square of a token must be
+            is contiguous is read where it lies, any other is copied once. The sum of squares of a token must be
             representable in float32.
         query: [H, d/H]; or [d] together with heads.
         heads: H, needed only where query is [d].
@@ -72,7 +73,7 @@ def route(
         null_source: [d], one more source, the same for every token; it comes first and counts in N of the weights.
         residual: [..., d] in the sources' dtype, added to the mixture.
         gate: [1], multiplies the mixture.
-        eps: added to the mean square, > 0.
+        eps: added to the mean square; positive, a normal float32 number.
         return_weights: return the weights too.
 
     Parameters (query, key_weight, null_source, gate) may have another float dtype than the sources; their gradients
@@ -85,11 +86,12 @@ def route(
     Raises:
         TypeError: an argument is not a tensor (or a sequence of them), a dtype is not a supported float, or eps or
             heads is not a number.
-        ValueError: no sources, shapes, dtypes or devices that do not fit, d not divisible by H, eps not positive.
+        ValueError: no sources, shapes, dtypes or devices that do not fit, d not divisible by H, eps out of range.
         RuntimeError: double backward, forward mode or a torch.func transform, none of which is supported.
     """
     rows = list(sources.unbind(0)) if isinstance(sources, Tensor) and sources.dim() > 1 else sources
     like = check_sources(rows, null_source, residual)
+    rows = list(rows)
     query = query_by_head(query, heads, like)
     check_parameters(like, key_weight, null_source, gate)
     check_eps(eps)
@@ -180,17 +182,20 @@ def check_parameters(like: Tensor, key_weight: object, null_source: object, gate
 
 
 def check_eps(eps: object) -> None:
-    """Raise unless eps is a positive finite number."""
+    """Raise unless eps is a positive number that float32 holds."""
     if not isinstance(eps, (int, float, torch.SymFloat)) or isinstance(eps, bool):
         raise TypeError(f"route: eps must be a number, got {described(eps)}")
-    if not 0 < eps < float("inf"):
-        raise ValueError(f"route: eps must be positive and finite, got {eps}")
+    if not LEAST_EPS <= eps < LARGEST_EPS:
+        got = "" if torch.compiler.is_compiling() else f", got {eps}"  # a symbol, under a compiler, has no text
+        raise ValueError(f"route: eps must be positive and finite, a normal number of float32{got}")
 
 
 def check_float_tensor(tensor: object, name: str) -> None:
     """Raise unless tensor is a tensor of a supported dtype."""
     if not isinstance(tensor, Tensor):
         raise TypeError(f"route: {name} must be a tensor, got {described(tensor)}")
+    if tensor.layout != torch.strided:
+        raise TypeError(f"route: {name} has layout {tensor.layout}, expected a dense tensor; convert it by .to_dense()")
     if tensor.dtype not in FLOATS:
         raise TypeError(f"route: {name} has dtype {tensor.dtype}, expected float32, bfloat16, float16 or float64")
 

@@ -25,17 +25,20 @@ def routing_weights(model: nn.Module, *inputs: Any) -> dict[str, Tensor]:
         there is one, is row 0.
 
     Raises:
-        ValueError: the model holds no Router.
+        ValueError: the model holds no Router, or one that runs more than once in a forward.
     """
-    names = {module: name for name, module in model.named_modules() if isinstance(module, Router)}
+    plain = getattr(model, "_orig_mod", model)  # what torch.compile wrapped, so that names are the model's own
+    names = {module: name for name, module in plain.named_modules() if isinstance(module, Router)}
     if not names:
         raise ValueError("routing_weights: the model has no Router; expected a model with at least one routing site")
     found: dict[str, Tensor] = {}
 
-    def record(router: Router, args: tuple[Any, ...]) -> None:
-        found[names[router]] = router.weights(*args).flatten(1, -2).mean(1)
+    def record(router: Router, args: tuple[Any, ...], keywords: dict[str, Any]) -> None:
+        if names[router] in found:
+            raise ValueError(f"routing_weights: {names[router]} runs more than once; expected each Router to run once")
+        found[names[router]] = router.weights(*args, **keywords).flatten(1, -2).mean(1)
 
-    hooks = [router.register_forward_pre_hook(record) for router in names]
+    hooks = [router.register_forward_pre_hook(record, with_kwargs=True) for router in names]
     try:
         with torch.compiler.set_stance("force_eager"):
             model(*inputs)

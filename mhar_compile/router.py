@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from .functional import route
+from .functional import check_eps, route
 
 
 class Router(nn.Module):
@@ -24,6 +24,7 @@ class Router(nn.Module):
         eps: added to the mean square of the key norm.
 
     Raises:
+        TypeError: width or heads is not an int, or eps is not a number.
         ValueError: width is not divisible by heads, or one of them or eps is not positive.
     """
 
@@ -31,10 +32,12 @@ class Router(nn.Module):
         self, width: int, heads: int = 8, *, null_source: bool = False, gate: bool = False, eps: float = 1e-6
     ) -> None:
         super().__init__()
+        for name, number in (("width", width), ("heads", heads)):
+            if not isinstance(number, int) or isinstance(number, bool):
+                raise TypeError(f"Router: {name} must be an int, got {type(number).__name__}")
         if width < 1 or heads < 1 or width % heads:
             raise ValueError(f"Router: width {width} is not divisible by {heads} heads; both must be positive")
-        if not eps > 0:
-            raise ValueError(f"Router: eps must be positive, got {eps}")
+        check_eps(eps)
         self.eps = eps
         self.query = nn.Parameter(torch.empty(heads, width // heads))
         self.key_weight = nn.Parameter(torch.empty(width))

@@ -1,7 +1,8 @@
 """The operator and its backward in plain PyTorch, a source at a time: nothing is stacked, nothing is differentiated.
 
 Arithmetic is float32 (float64 for float64 sources). Shapes: N sources, the null source counted and first; H heads of
-width K = d/H; "..." are the tokens.
+width K = d/H; "..." are the tokens. Whatever the strides of the arguments, every result is contiguous, as its fake
+says, and no view: it may be changed in place.
 """
 
 from __future__ import annotations
@@ -38,15 +39,14 @@ def route(
         logits[n] = (rounded_key(x, rstd[n], like.dtype, heads) * folded).sum(-1)
 
     weights = logits.softmax(0)
-    mix = torch.zeros((*tokens, *query.shape), dtype=wide, device=like.device)
+    mix = torch.zeros(like.shape, dtype=wide, device=like.device)
     for weight, row in zip(weights, rows, strict=True):
-        mix.addcmul_(weight.unsqueeze(-1), split(row.to(wide), heads))
-    out = mix.flatten(-2)
+        split(mix, heads).addcmul_(weight.unsqueeze(-1), split(row.to(wide), heads))
     if gate is not None:
-        out = out * gate.to(wide)
+        mix *= gate.to(wide)
     if residual is not None:
-        out = out + residual.to(wide)
-    return out.to(like.dtype), logits, logits.logsumexp(0), rstd
+        mix += residual.to(wide)
+    return mix.to(like.dtype), logits, logits.logsumexp(0), rstd
 
 
 def route_backward(
@@ -76,23 +76,27 @@ def route_backward(
     dlogits = scale * weights * (dots - coupling)
     through_norm = rstd * (dlogits * logits).sum(-1) / width  # [N, ...]
 
-    grads, dfolded = [], torch.zeros_like(folded)
+    grads: list[Tensor] = []
+    dfolded = torch.zeros(query.shape, dtype=wide, device=query.device)
     for n, row in enumerate(rows):
         x = row.to(wide)
-        dfolded += (
-            (dlogits[n].unsqueeze(-1) * rounded_key(x, rstd[n], grad_out.dtype, heads)).reshape(-1, *query.shape).sum(0)
-        )
+        key = rounded_key(x, rstd[n], grad_out.dtype, heads)
+        dfolded += (dlogits[n].unsqueeze(-1) * key).reshape(-1, *query.shape).sum(0)
         through_key = dlogits[n].unsqueeze(-1) * folded - split(x * through_norm[n].unsqueeze(-1), heads)
-        grads.append((weights[n].unsqueeze(-1) * dmix).addcmul_(through_key, rstd[n][..., None, None]).flatten(-2))
+        grad = torch.empty(grad_out.shape, dtype=wide, device=grad_out.device)
+        torch.mul(weights[n].unsqueeze(-1), dmix, out=split(grad, heads))
+        split(grad, heads).addcmul_(through_key, rstd[n][..., None, None])
+        is_null = null_source is not None and n == 0
+        grads.append(grad.reshape(-1, width).sum(0) if is_null else grad.to(grad_out.dtype))
 
     def absent() -> Tensor:  # a new one each time: an operator's outputs may not alias
         return grad_out.new_empty(0)
 
     dquery = dfolded if key_weight is None else dfolded * key_weight.to(wide).view_as(query)
-    dkey = absent() if key_weight is None else (dfolded * query.to(wide)).flatten().to(key_weight.dtype)
-    dnull = absent() if null_source is None else grads.pop(0).reshape(-1, width).sum(0).to(null_source.dtype)
-    dgate = absent() if gate is None else coupling.sum().reshape(1).to(gate.dtype)
-    return [grad.to(grad_out.dtype) for grad in grads], dquery.to(query.dtype), dkey, dnull, dgate
+    dkey = absent() if key_weight is None else (dfolded.flatten() * query.to(wide).flatten()).to(key_weight.dtype)
+    dnull = absent() if null_source is None else grads.pop(0).to(null_source.dtype)
+    dgate = absent() if gate is None else coupling.reshape(-1).sum(0, keepdim=True).to(gate.dtype)
+    return grads, dquery.to(query.dtype).contiguous(), dkey.contiguous(), dnull, dgate
 
 
 def split(x: Tensor, heads: int) -> Tensor:

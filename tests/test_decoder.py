@@ -252,3 +252,13 @@ print([name for name in sys.modules if name.startswith(("triton", "torch._dynamo
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     result = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
     assert result.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize("shape", [(2, 0), (0, 4), (0, 0)])
+@pytest.mark.parametrize("residual", ["prenorm", "mhar", "delta"])
+def test_no_tokens(shape, residual):
+    model = Decoder.from_preset("tiny", residual=residual, layers=1)
+    logits = model(torch.zeros(shape, dtype=torch.long))
+    assert logits.shape == (*shape, 256)
+    logits.sum().backward()
+    assert model.embedding.weight.grad.abs().sum() == 0

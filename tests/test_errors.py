@@ -47,6 +47,7 @@ MISTAKES = [
     Mistake("heads", ValueError, "width 12 is not divisible by 5 heads", {"query": torch.randn(12), "heads": 5}),
     Mistake("no heads", ValueError, "width 12 is not divisible by 0 heads", {"query": torch.randn(12), "heads": 0}),
     Mistake("heads type", TypeError, "heads must be an int, got float", {"query": torch.randn(12), "heads": 4.0}),
+    Mistake("heads bool", TypeError, "heads must be an int, got bool", {"query": torch.randn(12), "heads": True}),
     Mistake("flat query", ValueError, r"query has shape \[12\]; pass it as \[H, d/H\]", {"query": torch.randn(12)}),
     Mistake("query shape", ValueError, r"query has shape \[4, 4\], expected \[4, 3\]", {"query": torch.randn(4, 4)}),
     Mistake("query rows", ValueError, r"width 12 is not divisible by 5 heads", {"query": torch.randn(5, 3)}),
@@ -58,13 +59,19 @@ MISTAKES = [
     Mistake("key weight device", ValueError, "key_weight is on meta", {"key_weight": meta(12)}),
     Mistake("null source", ValueError, r"null_source has shape \[1, 12\], expected \[12\]", {"null_source": torch.ones(1, 12)}),
     Mistake("null source dtype", TypeError, "null_source has dtype torch.bool", {"null_source": torch.ones(12, dtype=torch.bool)}),
+    Mistake("null source device", ValueError, "null_source is on meta", {"null_source": meta(12)}),
+    Mistake("gate device", ValueError, "gate is on meta", {"gate": meta(1)}),
+    Mistake("residual device", ValueError, "residual is on meta, expected cpu", {"residual": meta(2, 5, 12)}),
     Mistake("gate", ValueError, r"gate has shape \[\], expected \[1\]", {"gate": torch.tensor(1.0)}),
     Mistake("gate type", TypeError, "gate must be a tensor, got float", {"gate": 1.0}),
     Mistake("residual", ValueError, r"residual has shape \[12\], expected \[2, 5, 12\]", {"residual": torch.ones(12)}),
     Mistake("residual dtype", ValueError, "residual has dtype torch.float64", {"residual": S[0].double()}),
-    Mistake("eps zero", ValueError, "eps must be positive and finite, got 0", {"eps": 0.0}),
-    Mistake("eps negative", ValueError, "eps must be positive and finite, got -1", {"eps": -1.0}),
-    Mistake("eps nan", ValueError, "eps must be positive and finite, got nan", {"eps": float("nan")}),
+    Mistake("eps zero", ValueError, "eps must be positive and finite", {"eps": 0.0}),
+    Mistake("eps negative", ValueError, "eps must be positive and finite", {"eps": -1.0}),
+    Mistake("eps nan", ValueError, "eps must be positive and finite", {"eps": float("nan")}),
+    Mistake("eps infinite", ValueError, "eps must be positive and finite", {"eps": float("inf")}),
+    Mistake("eps huge", ValueError, "eps must be positive and finite", {"eps": 10**400}),
+    Mistake("eps vanishes in float32", ValueError, "a normal number of float32", {"eps": 1e-60}),
     Mistake("eps type", TypeError, "eps must be a number, got str", {"eps": "1e-6"}),
 ]  # fmt: skip
 every_mistake = pytest.mark.parametrize(
@@ -96,6 +103,11 @@ def test_fullgraph_says_the_same(mistake: Mistake):
         torch.compile(route, backend="aot_eager", fullgraph=True)(**{**good(), **mistake.changes})
 
 
+def test_sparse_sources_are_refused():
+    with pytest.raises(TypeError, match=r"sources\[1\] has layout torch\.sparse_coo, expected a dense tensor"):
+        route([S[0], S[1].to_sparse()], good()["query"])
+
+
 def test_none_of_the_mistakes_is_in_the_good_call():
     assert route(**good()).shape == (2, 5, 12)
 
@@ -106,6 +118,26 @@ def test_router_sizes(width: int, heads: int):
         Router(width, heads)
 
 
-def test_router_eps():
-    with pytest.raises(ValueError, match="eps must be positive, got 0"):
-        Router(12, 4, eps=0)
+def test_eps_is_shown_in_eager():
+    with pytest.raises(ValueError, match=r"got -1\.0"):
+        route(**good(), eps=-1.0)
+
+
+def test_eps_that_became_a_symbol_is_still_checked():
+    compiled = torch.compile(route, backend="aot_eager", fullgraph=True)
+    for eps in (1e-6, 0.5, 0.25):
+        compiled(**good(), eps=eps)
+    with pytest.raises(Exception, match="eps must be positive and finite"):
+        compiled(**good(), eps=-1.0)
+
+
+@pytest.mark.parametrize("eps", [0, float("inf"), float("nan")])
+def test_router_eps(eps: float):
+    with pytest.raises(ValueError, match="eps must be positive and finite"):
+        Router(12, 4, eps=eps)
+
+
+@pytest.mark.parametrize(("width", "heads", "named"), [(12.0, 4, "width"), (12, True, "heads"), (12, "4", "heads")])
+def test_router_types(width: Any, heads: Any, named: str):
+    with pytest.raises(TypeError, match=f"{named} must be an int"):
+        Router(width, heads)

@@ -1,5 +1,6 @@
 """The error budgets catch planted faults, and chains of sites have the gradients that perf/numerics.py measures."""
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -104,3 +105,26 @@ def test_float32_site_is_as_close_to_float64_as_the_reference(recipe):
 @pytest.mark.parametrize(("kind", "limit"), [("alike", 0.5), ("unlike", 1.0)])
 def test_bfloat16_chain_is_closer_to_float64_than_figure_3(kind, limit):
     assert numerics.geometric_mean(numerics.bfloat16_chain(kind, seed) for seed in numerics.SEEDS) <= limit
+
+
+GATED = replace(TYPICAL, null_source=True, residual=True, gate=1)
+SCALED = {  # what each result would be multiplied by, given the gate and the number of tokens
+    "gate": lambda gate, tokens: gate,
+    "null_source": lambda gate, tokens: 1 / tokens,
+    "residual": lambda gate, tokens: gate,
+    "sources": lambda gate, tokens: 1 / gate,
+    "query": lambda gate, tokens: 1 / gate,
+    "key_weight": lambda gate, tokens: 1 / gate,
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", SCALED)
+def test_budgets_catch_a_gradient_on_the_wrong_side_of_the_gate_or_not_summed(name, dtype):
+    for seed in range(10):
+        problem = replace(GATED, dtype=dtype).problem(seed)
+        problem = replace(problem, gate=torch.tensor([8.0]))
+        results = problem.run()
+        assert_within_budget(problem, results)
+        factor = SCALED[name](float(problem.gate), math.prod(GATED.tokens))
+        assert ratios(problem, results | {name: results[name] * factor})[name] > 1

@@ -199,7 +199,7 @@ def poisoned_memory(monkeypatch):
 
 def test_no_uninitialised_memory_is_read(poisoned_memory):
     @given(problems())
-    @settings(max_examples=50)
+    @settings(max_examples=100)
     def check(problem):
         assert_within_budget(problem, problem.run())
 
