@@ -11,7 +11,7 @@ from torch._library.autograd import Info, make_autograd_impl
 from torch.autograd import forward_ad
 from torch.utils._pytree import tree_leaves
 
-from . import eager
+from . import eager, steps
 from .reference import compute_dtype
 
 ROUTE = (
@@ -29,7 +29,7 @@ FIRST_ORDER = "mhar_compile routes have first-order gradients in reverse mode on
 
 
 def register() -> None:
-    """Define both operators; called once, when the package is imported."""
+    """Define the operator, its backward and its steps; called once, when the package is imported."""
     for name, schema, implementation, fake, backward, setup_context in (
         ("route", ROUTE, eager.route, fake_route, route_gradient, save_for_backward),
         ("route_backward", ROUTE_BACKWARD, eager.route_backward, fake_route_backward, refuse_double_backward, None),
@@ -39,6 +39,7 @@ def register() -> None:
         LIBRARY.impl(name, differentiable(name, backward, setup_context), "Autograd", with_keyset=True)
         torch.library.register_fake(f"mhar::{name}", fake, lib=LIBRARY)
         torch.library.register_vmap(f"mhar::{name}", refuse_vmap, lib=LIBRARY)
+    steps.register(LIBRARY, refuse_vmap)
 
 
 def differentiable(

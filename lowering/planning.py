@@ -1,0 +1,409 @@
+"""Decides what to rewrite: families of sites, runs to score, windows and tiles of pulls, all by the model."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from typing import Literal
+
+import torch
+from torch.fx import Node
+
+from . import model
+from .model import WIDE, Costs, Launch, Shape, Timeline
+from .reading import Site, is_sum, only_user, sum_of, symbol
+from .versions import is_recomputed, size_of
+
+GAP = 2  # unread rows that a run of scored sites may hold, for each row that is read
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What a user may override.
+
+    Attributes:
+        rewrite: "auto" rewrites where the model predicts a gain, "always" and "never" whatever it predicts.
+        window: sites a window of pulls takes in; None lets the model choose.
+        tile: sources and sites that share a read; 1 switches tiling off, None lets the model choose.
+    """
+
+    rewrite: Literal["auto", "always", "never"] = "auto"
+    window: int | None = None
+    tile: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.rewrite not in ("auto", "always", "never"):
+            raise ValueError(f'rewrite must be "auto", "always" or "never", got {self.rewrite!r}')
+        for name, value in (("window", self.window), ("tile", self.tile)):
+            if value is not None and (not isinstance(value, int) or value < 1):
+                raise ValueError(f"{name} must be a positive int or None, got {value!r}")
+
+
+@dataclass(eq=False)
+class Run:
+    """A source and the consecutive sites it is scored at in one launch."""
+
+    source: Node
+    first: int
+    count: int
+
+
+@dataclass(eq=False)
+class Sum:
+    """Gradients of one source that are added up: what one chain of pulls can replace."""
+
+    run: Run
+    entries: list[tuple[int, Node | None]]  # site and gradient, in the order of the backward
+
+    @property
+    def sites(self) -> list[int]:
+        return [site for site, _ in self.entries]
+
+
+@dataclass(eq=False)
+class Pull:
+    """A rectangle of sources x sites, pulled when the gradient of its last site has arrived."""
+
+    sums: list[Sum]
+    sites: list[int]
+    carried: list[Pull]
+    wide: list[bool]  # the gradient is carried on in float32
+    last: list[bool]  # the gradient is complete
+
+
+@dataclass(eq=False)
+class Tile:
+    """Consecutive sites whose mixture over older sources is computed at once."""
+
+    sites: list[int]
+    sources: list[Node]
+
+
+@dataclass(eq=False)
+class Family:
+    """Sites that share heads, width, dtype, device and eps; a site's number is its place in ``sites``."""
+
+    sites: list[Site]
+    runs: dict[Node, list[Run]]
+    sums: list[Sum]
+    order: list[int]  # the sites that have a backward, as their gradients arrive
+    shape: Shape
+    device: str
+    tiles: list[Tile] = field(default_factory=list)
+    pulls: list[Pull] = field(default_factory=list)
+    from_output: set[int] = field(default_factory=set)  # sites whose S is formed from the output
+
+    def run_of(self, source: Node, site: int) -> Run:
+        return next(run for run in self.runs[source] if 0 <= site - run.first < run.count)
+
+    def tile_of(self, site: int) -> Tile | None:
+        return next((tile for tile in self.tiles if site in tile.sites), None)
+
+    def keeps_residue(self, site: int) -> bool:
+        return site in self.from_output and self.sites[site].value.dtype in (torch.bfloat16, torch.float16)
+
+    def saves_logits(self, site: int) -> bool:
+        return not is_recomputed(self.sites[site].node)
+
+
+@dataclass
+class Plan:
+    """A family, what to do with it, and what the model says of it."""
+
+    family: Family
+    before: list[Launch]
+    after: list[Launch]
+    peak_before: int
+    peak_after: int
+
+
+def families(sites: list[Site]) -> list[Family]:
+    """The sites by family."""
+    found: dict[tuple[object, ...], list[Site]] = {}
+    for site in sites:
+        value, eps = site.value, site.eps
+        width = size_of(value.shape[-1])
+        key = (site.heads, width, value.dtype, value.device, eps if isinstance(eps, Node) else float(eps))
+        found.setdefault(key, []).append(site)
+    return [family(members) for members in found.values()]
+
+
+def family(sites: list[Site]) -> Family:
+    readers: dict[Node, list[int]] = {}
+    for number, site in enumerate(sites):
+        for source in site.sources:
+            readers.setdefault(source, []).append(number)
+    runs = {source: list(runs_of(source, numbers)) for source, numbers in readers.items()}
+    order = sorted((n for n, site in enumerate(sites) if site.backward is not None), key=lambda n: sites[n].backward)  # type: ignore[arg-type,return-value]
+    value = max((site.value for site in sites), key=lambda value: tokens_of(value))
+    tokens, width = tokens_of(value), size_of(value.shape[-1])
+    wide = 8 if value.dtype == torch.float64 else WIDE
+    shape = Shape(
+        tokens * width * value.element_size(), tokens * sites[0].heads * wide, tokens * width * wide
+    )
+    result = Family(sites, runs, [], order, shape, value.device.type)
+    result.sums = sums_of(result)
+    return result
+
+
+def tokens_of(value: torch.Tensor) -> int:
+    count = 1
+    for size in value.shape[:-1]:
+        count *= size_of(size)
+    return count
+
+
+def runs_of(source: Node, sites: list[int]) -> Iterator[Run]:
+    """Consecutive sites, small gaps included."""
+    first, last, read = sites[0], sites[0], 1
+    for site in sites[1:]:
+        if site - last - 1 > GAP * read:
+            yield Run(source, first, last - first + 1)
+            first, read = site, 0
+        last, read = site, read + 1
+    yield Run(source, first, last - first + 1)
+
+
+def sums_of(family: Family) -> list[Sum]:
+    """Every gradient that a backward sends, by source and by the chain of additions it enters."""
+    sums: dict[tuple[Run, Node | None], Sum] = {}
+    for number in family.order:
+        site = family.sites[number]
+        for source, grad in zip(site.sources, site.grads, strict=True):
+            if grad is None and not {"query", "key_weight"} & site.parameter_grads.keys():
+                continue
+            run = family.run_of(source, number)
+            end = None if grad is None else end_of(grad)
+            sums.setdefault((run, end), Sum(run, [])).entries.append((number, grad))
+    return list(sums.values())
+
+
+def end_of(grad: Node) -> Node:
+    """Names the chain of additions that a gradient enters; a gradient that enters none names itself."""
+    end, entry = sum_of(grad)
+    user = only_user(entry)
+    return end if user is not None and is_sum(user) else grad
+
+
+def plan(family: Family, settings: Settings, costs: Costs) -> Plan | str:
+    """The cheapest plan whose backward holds no more than the graph as it stands, or why there is none."""
+    before = [*forward_before(family), *backward_before(family)]
+    limit = timeline_before(family)
+    best: tuple[float, Plan] | None = None
+    for candidate, alive in candidates(family, settings, limit):
+        after = [*forward_after(candidate), *backward_after(candidate)]
+        cost = model.time(after, costs)
+        if best is None or cost < best[0]:
+            best = cost, Plan(candidate, before, after, max(limit, default=0), max(alive, default=0))
+    if best is None:
+        return "the backward's peak memory would rise"
+    if settings.rewrite != "always" and best[0] >= model.time(before, costs):
+        return "the model predicts no gain"
+    return best[1]
+
+
+def candidates(family: Family, settings: Settings, limit: list[int]) -> Iterator[tuple[Family, list[int]]]:
+    """Plans that fit and what they hold: with and without tiles, S from outputs or sources, the largest window each."""
+    count = max(len(family.order), 1)
+    windows = [settings.window] if settings.window else sorted({-(-count >> k) for k in range(8)} | {count}, reverse=True)
+    from_output = {n for n in family.order if has_saved_output(family.sites[n])}
+    for tile in [settings.tile] if settings.tile else [8, 1]:
+        tiles = list(tiles_of(family, tile))
+        for outputs in [from_output, set()] if from_output else [set()]:
+            for window in windows:
+                candidate = replace(family, tiles=tiles, from_output=outputs, pulls=pulls_of(family, window, tile))
+                alive = timeline_after(candidate)
+                if model.fits(alive, limit):
+                    yield candidate, alive
+                    break
+
+
+def has_saved_output(site: Site) -> bool:
+    """Whether the output is the mixture, and the backward holds it for something else already."""
+    if not site.plain or site.out is None:
+        return False
+    stack, seen = list(site.out.users), 0
+    while stack and seen < 64:
+        user, seen = stack.pop(), seen + 1
+        if user.meta.get("partitioner_tag") == "is_backward":
+            return True
+        if getattr(user.target, "__name__", "").split(".")[0] in ("alias", "view", "convert_element_type", "_to_copy"):
+            stack.extend(user.users)
+    return False
+
+
+def tiles_of(family: Family, size: int) -> Iterator[Tile]:
+    """Groups of consecutive sites, while their carried mixtures fit in what later sites will hold anyway."""
+    first = 0
+    while size > 1 and first < len(family.sites):
+        tile = next((tile for k in (size, size // 2, size // 4) if (tile := tile_at(family, first, k))), None)
+        if tile:
+            yield tile
+        first += len(tile.sites) if tile else 1
+
+
+def tile_at(family: Family, first: int, count: int) -> Tile | None:
+    sites = family.sites[first : first + count]
+    if count < 2 or len(sites) < count or any(is_recomputed(site.node) for site in sites):
+        return None
+    if any([symbol(s) for s in site.value.shape] != [symbol(s) for s in sites[0].value.shape] for site in sites):
+        return None
+    counts = [Counter(site.sources) for site in sites]
+    common = [source for source in counts[0] if all(counter[source] == 1 for counter in counts)]
+    ratio = family.shape.wide_row / family.shape.row
+    later = family.sites[first:]
+    room = len(later) if sites[0].backward else max(len(site.sources) for site in later) - len(sites[0].sources)
+    if len(common) * (count - 1) <= 2 * ratio * count or ratio * count > room:
+        return None
+    return Tile(list(range(first, first + count)), common)
+
+
+def pulls_of(family: Family, window: int, tile: int) -> list[Pull]:
+    """All pulls, in the order of their last sites' gradients."""
+    place = {site: at for at, site in enumerate(family.order)}
+    windows: dict[int, list[tuple[Sum, list[int]]]] = {}
+    for total in family.sums:
+        parts: dict[int, list[int]] = {}
+        for site in total.sites:
+            parts.setdefault(place[site] // window, []).append(site)
+        for number, sites in parts.items():
+            windows.setdefault(number, []).append((total, sites))
+    pulls: list[Pull] = []
+    carried: dict[Sum, Pull] = {}
+    for number in sorted(windows):
+        parts_here = windows[number]
+        while parts_here:
+            parts_here.sort(key=lambda part: place[part[1][-1]])
+            rectangle, parts_here = take(parts_here, carried, tile, family.shape)
+            pulls.append(rectangle)
+            carried.update((total, rectangle) for total in rectangle.sums)
+    return sorted(pulls, key=lambda pull: place[pull.sites[-1]])
+
+
+def take(
+    parts: list[tuple[Sum, list[int]]], carried: dict[Sum, Pull], tile: int, shape: Shape
+) -> tuple[Pull, list[tuple[Sum, list[int]]]]:
+    """The next rectangle: the source that completes first, and others that share its sites; and what is left."""
+    (head, sites), *others = parts
+    worth = 2 * shape.wide_row < len(sites) * shape.row  # carrying a gradient on costs a write and a read of it
+    members, rest, left = [head], [], []
+    for total, mine in others:
+        joins = len(members) < tile and (total in carried) == (head in carried) and mine[: len(sites)] == sites
+        if joins and (len(mine) == len(sites) or worth):
+            members.append(total)
+            if len(mine) > len(sites):
+                rest.append((total, mine[len(sites) :]))
+        else:
+            left.append((total, mine))
+    unfinished = {total for total, _ in rest}
+    done = [total not in unfinished and sites[-1] == total.sites[-1] for total in members]
+    before = [carried[total] for total in members] if head in carried else []
+    pull = Pull(members, sites, before, [total in unfinished for total in members], done)
+    return pull, rest + left
+
+
+def forward_before(family: Family) -> Iterator[Launch]:
+    for site in family.sites:
+        yield model.route(family.shape, len(site.sources), site.residual is not None)
+
+
+def backward_before(family: Family) -> Iterator[Launch]:
+    for number in family.order:
+        yield model.route_backward(family.shape, len(family.sites[number].sources))
+    for _ in range(adds_of(family)):
+        yield model.add(family.shape)
+
+
+def adds_of(family: Family) -> int:
+    """Additions of gradients that the pulls make needless."""
+    return sum(len(total.entries) - 1 for total in family.sums if total.entries[0][1] is not None)
+
+
+def forward_after(family: Family) -> Iterator[Launch]:
+    shape = family.shape
+    for runs in family.runs.values():
+        yield from (model.score(shape, run.count) for run in runs)
+    for tile in family.tiles:
+        yield model.mix_tile(shape, len(tile.sources), len(tile.sites))
+    for number, site in enumerate(family.sites):
+        tile_here = family.tile_of(number)
+        count = len(site.sources) - (len(tile_here.sources) if tile_here else 0)
+        yield model.mix(
+            shape, count, site.residual is not None, tile_here is not None, family.keeps_residue(number)
+        )
+
+
+def backward_after(family: Family) -> Iterator[Launch]:
+    shape = family.shape
+    for number in family.order:
+        count = 0 if number in family.from_output else len(family.sites[number].sources)
+        yield model.coupling(shape, count, family.keeps_residue(number))
+    for pull in family.pulls:
+        results = sum(shape.wide_row if wide else shape.row for wide in pull.wide)
+        yield model.pull(shape, len(pull.sums), len(pull.sites), carried_bytes(family, pull), results)
+
+
+def carried_bytes(family: Family, pull: Pull) -> int:
+    return sum(
+        family.shape.wide_row if before.wide[before.sums.index(total)] else family.shape.row
+        for total, before in zip(pull.sums, pull.carried, strict=False)
+    )
+
+
+def timeline_before(family: Family) -> list[int]:
+    """Bytes of the sites' tensors alive in the backward of the graph as it stands."""
+    line, shape, arrived = Timeline(), family.shape, {}
+    for number in family.order:
+        site, count = family.sites[number], len(family.sites[number].sources)
+        line.site()
+        now = arrived[number] = line.launch()
+        line.alive(now if is_recomputed(site.node) else 0, now, (count + 1) * shape.head_row)
+        line.alive(now, now, (count + 1) * shape.row)  # its results and the gradient it reads
+    for total in family.sums:
+        if total.entries[0][1] is not None and len(total.entries) > 1:
+            line.alive(arrived[total.sites[0]], arrived[total.sites[-1]], shape.row)
+    ends: dict[Node, int] = {}
+    for total in family.sums:
+        ends[total.run.source] = max(arrived[total.sites[-1]], ends.get(total.run.source, 0))
+    for end in ends.values():
+        line.alive(0, end, shape.row)
+    return line.peaks()
+
+
+def timeline_after(family: Family) -> list[int]:
+    """Bytes of the sites' tensors alive in the backward of a plan."""
+    line, shape = Timeline(), family.shape
+    arrived: dict[int, int] = {}
+    site_ends: dict[int, int] = {}
+    run_ends: dict[Run, int] = {}
+    made: dict[tuple[Pull, Sum], int] = {}
+    pulls = iter([*family.pulls, None])
+    pull = next(pulls)
+    for number in family.order:
+        line.site()
+        now = arrived[number] = site_ends[number] = line.launch()
+        line.alive(0 if family.saves_logits(number) else now, now, family.keeps_residue(number) * shape.residue)
+        while pull is not None and pull.sites[-1] == number:
+            now = line.launch()
+            for site in pull.sites:
+                site_ends[site] = now
+            for total, wide, last in zip(pull.sums, pull.wide, pull.last, strict=True):
+                run_ends[total.run] = now
+                made[pull, total] = now
+                line.alive(now, now, (shape.wide_row if wide else shape.row) * last)
+            for total, before in zip(pull.sums, pull.carried, strict=False):
+                size = shape.wide_row if before.wide[before.sums.index(total)] else shape.row
+                line.alive(made[before, total], now, size)
+            pull = next(pulls)
+    for number, end in site_ends.items():
+        line.alive(arrived[number], end, shape.row + shape.head_row)  # the gradient and S
+        line.alive(0 if family.saves_logits(number) else arrived[number], end, shape.head_row)
+    for run, end in run_ends.items():
+        line.alive(0, end, run.count * shape.head_row)
+    ends: dict[Node, int] = {}
+    for run, end in run_ends.items():
+        ends[run.source] = max(end, ends.get(run.source, 0))
+    for end in ends.values():
+        line.alive(0, end, shape.row)
+    return line.peaks()
