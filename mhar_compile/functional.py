@@ -103,7 +103,7 @@ def route(
 
 def check_sources(sources: object, null_source: object, residual: object) -> None:
     """Raise unless sources are tensors [..., d] alike, and residual is like them."""
-    if not isinstance(sources, (list, tuple)):
+    if not isinstance(sources, Sequence) or isinstance(sources, str):
         raise TypeError(
             f"route: sources must be a sequence of tensors [..., d] or one tensor [N, ..., d], got {described(sources)}"
         )

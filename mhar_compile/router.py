@@ -62,6 +62,19 @@ class Router(nn.Module):
             eps=self.eps,
         )
 
+    def weights(self, sources: Sequence[Tensor] | Tensor, residual: Tensor | None = None) -> Tensor:
+        """The softmax weights [N, ..., H] of this site, float32, without gradient; arguments as for forward."""
+        _, weights = route(
+            sources,
+            self.query,
+            key_weight=self.key_weight,
+            null_source=self.null_source,
+            residual=residual,
+            eps=self.eps,
+            return_weights=True,
+        )
+        return weights
+
     def extra_repr(self) -> str:
         heads, head_width = self.query.shape
         options = [name for name in ("null_source", "gate") if getattr(self, name) is not None]

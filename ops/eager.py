@@ -84,11 +84,13 @@ def route_backward(
         through_key = dlogits[n].unsqueeze(-1) * folded - split(x * through_norm[n].unsqueeze(-1), heads)
         grads.append((weights[n].unsqueeze(-1) * dmix).addcmul_(through_key, rstd[n][..., None, None]).flatten(-2))
 
-    absent = grad_out.new_empty(0)
+    def absent() -> Tensor:  # a new one each time: an operator's outputs may not alias
+        return grad_out.new_empty(0)
+
     dquery = dfolded if key_weight is None else dfolded * key_weight.to(wide).view_as(query)
-    dkey = absent if key_weight is None else (dfolded * query.to(wide)).flatten().to(key_weight.dtype)
-    dnull = absent if null_source is None else grads.pop(0).reshape(-1, width).sum(0).to(null_source.dtype)
-    dgate = absent if gate is None else coupling.sum().reshape(1).to(gate.dtype)
+    dkey = absent() if key_weight is None else (dfolded * query.to(wide)).flatten().to(key_weight.dtype)
+    dnull = absent() if null_source is None else grads.pop(0).reshape(-1, width).sum(0).to(null_source.dtype)
+    dgate = absent() if gate is None else coupling.sum().reshape(1).to(gate.dtype)
     return [grad.to(grad_out.dtype) for grad in grads], dquery.to(query.dtype), dkey, dnull, dgate
 
 

@@ -1,0 +1,53 @@
+# Every target does its own set-up: on a fresh machine `make demo` or `make test` is all there is to type.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+INSTALLED := $(VENV)/.installed
+DIST := build/dist
+
+.PHONY: setup demo test test-long lint types perf numerics wheel clean
+
+setup: $(INSTALLED)
+
+$(INSTALLED): pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --upgrade pip
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	touch $@
+
+demo: setup
+	$(BIN)/python -m mhar_compile.demo
+
+test: setup
+	$(BIN)/python -m pytest --numprocesses 2 --dist worksteal -m "not long" --durations 10
+
+test-long: setup
+	$(BIN)/python -m pytest -m long
+
+lint: setup
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+
+# mypy sees the package as it is installed, with ops/ and lowering/ inside.
+types: setup
+	rm -rf build/types
+	mkdir -p build/types
+	cp -r mhar_compile build/types/mhar_compile
+	cp -r ops lowering build/types/mhar_compile/
+	cd build/types && ../../$(BIN)/mypy --config-file ../../pyproject.toml -p mhar_compile
+
+perf: setup
+	$(BIN)/python -m pytest perf --benchmark-enable --benchmark-only --benchmark-columns=median,iqr,rounds
+
+numerics: setup
+	$(BIN)/python -m perf.numerics
+
+# The wheel is installed alone into a folder of its own and used from there.
+wheel: setup
+	rm -rf $(DIST) build/installed
+	$(BIN)/python -m build --wheel --outdir $(DIST)
+	$(BIN)/python -m pip install --quiet --no-deps --target build/installed $(DIST)/*.whl
+	cd build/installed && PYTHONPATH=. ../../$(BIN)/python ../../tests/smoke.py
+
+clean:
+	rm -rf build runs .pytest_cache .hypothesis .mypy_cache .ruff_cache .benchmarks
