@@ -8,8 +8,6 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-WIDE = 4  # bytes of the arithmetic's float32
-
 
 @dataclass(frozen=True)
 class Costs:
@@ -37,14 +35,11 @@ class Shape:
     row: int
     head_row: int
     wide_row: int
+    token: int  # one float32 a token
 
     @property
     def residue(self) -> int:
         return self.row // 2
-
-    @property
-    def token(self) -> int:
-        return WIDE
 
 
 @dataclass(frozen=True)
@@ -108,7 +103,7 @@ class Timeline:
     """Bytes alive over the launches of a backward, site by site."""
 
     def __init__(self) -> None:
-        self.now = 0
+        self.now = 1  # launch 0 stands for all that comes before the first site
         self.steps: list[int] = []  # the launch at which each site's gradient arrives
         self.births: list[tuple[int, int]] = []
 
@@ -126,7 +121,7 @@ class Timeline:
         self.births += [(first, size), (last + 1, -size)]
 
     def peaks(self) -> list[int]:
-        """The most bytes alive between each site and the next."""
+        """The most bytes alive before, between and after the sites."""
         change = [0] * (self.now + 2)
         for at, size in self.births:
             change[min(at, self.now + 1)] += size
@@ -135,16 +130,5 @@ class Timeline:
         for at in range(self.now + 1):
             level += change[at]
             alive[at] = level
-        bounds = [*self.steps, self.now]
+        bounds = [0, *self.steps, self.now]
         return [max(alive[a : max(b, a + 1)]) for a, b in zip(bounds, bounds[1:], strict=False)]
-
-
-def fits(after: list[int], before: list[int]) -> bool:
-    """Whether a backward's peak cannot rise: at no site more is alive than was at it or earlier, when the rest of the
-    graph held at least as much."""
-    most = 0
-    for a, b in zip(after, before, strict=True):
-        most = max(most, b)
-        if a > most:
-            return False
-    return True

@@ -99,7 +99,7 @@ def plan_all(graph: Graph, settings: Settings, report: Report) -> list[Plan]:
     reading = read(graph)
     report.left_alone += reading.left_alone
     plans = []
-    for family in planning.families(reading.sites):
+    for family in planning.families(graph, reading.sites):
         found = "rewriting is switched off" if settings.rewrite == "never" else planning.plan(family, settings, Costs())
         if isinstance(found, Plan):
             plans.append(found)

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
+from itertools import product
 from typing import Literal
 
 import torch
-from torch.fx import Node
+from torch.fx import Graph, Node
 
 from . import model
-from .model import WIDE, Costs, Launch, Shape, Timeline
+from .liveness import Buffer, held_beside, sizes
+from .model import Costs, Launch, Shape, Timeline
 from .reading import Site, is_sum, only_user, sum_of, symbol
 from .versions import is_recomputed, size_of
 
@@ -23,14 +26,17 @@ class Settings:
     """What a user may override.
 
     Attributes:
-        rewrite: "auto" rewrites where the model predicts a gain, "always" and "never" whatever it predicts.
+        rewrite: "auto" rewrites where the model predicts a gain and no rise of the backward's peak memory, "always" and
+            "never" whatever it predicts.
         window: sites a window of pulls takes in; None lets the model choose.
         tile: sources and sites that share a read; 1 switches tiling off, None lets the model choose.
+        slack: by what fraction the backward's peak memory may rise where that saves traffic.
     """
 
     rewrite: Literal["auto", "always", "never"] = "auto"
     window: int | None = None
     tile: int | None = None
+    slack: float = 0.0
 
     def __post_init__(self) -> None:
         if self.rewrite not in ("auto", "always", "never"):
@@ -38,6 +44,8 @@ class Settings:
         for name, value in (("window", self.window), ("tile", self.tile)):
             if value is not None and (not isinstance(value, int) or value < 1):
                 raise ValueError(f"{name} must be a positive int or None, got {value!r}")
+        if not 0 <= self.slack:
+            raise ValueError(f"slack must be a fraction >= 0, got {self.slack!r}")
 
 
 @dataclass(eq=False)
@@ -89,10 +97,11 @@ class Family:
     sums: list[Sum]
     order: list[int]  # the sites that have a backward, as their gradients arrive
     shape: Shape
-    device: str
+    beside: list[int]  # bytes that the rest of the graph holds before, between and after the sites of ``order``
     tiles: list[Tile] = field(default_factory=list)
     pulls: list[Pull] = field(default_factory=list)
     from_output: set[int] = field(default_factory=set)  # sites whose S is formed from the output
+    rescored: bool = False  # checkpointed sites have their logits computed again
 
     def run_of(self, source: Node, site: int) -> Run:
         return next(run for run in self.runs[source] if 0 <= site - run.first < run.count)
@@ -103,8 +112,12 @@ class Family:
     def keeps_residue(self, site: int) -> bool:
         return site in self.from_output and self.sites[site].value.dtype in (torch.bfloat16, torch.float16)
 
-    def saves_logits(self, site: int) -> bool:
+    def saves(self, site: int) -> bool:
+        """Whether a site's results are saved for the backward, not recomputed."""
         return not is_recomputed(self.sites[site].node)
+
+    def saves_logits(self, run: Run) -> bool:
+        return not self.rescored or any(self.saves(run.first + n) for n in range(run.count))
 
 
 @dataclass
@@ -118,7 +131,7 @@ class Plan:
     peak_after: int
 
 
-def families(sites: list[Site]) -> list[Family]:
+def families(graph: Graph, sites: list[Site]) -> list[Family]:
     """The sites by family."""
     found: dict[tuple[object, ...], list[Site]] = {}
     for site in sites:
@@ -126,10 +139,10 @@ def families(sites: list[Site]) -> list[Family]:
         width = size_of(value.shape[-1])
         key = (site.heads, width, value.dtype, value.device, eps if isinstance(eps, Node) else float(eps))
         found.setdefault(key, []).append(site)
-    return [family(members) for members in found.values()]
+    return [family(graph, members) for members in found.values()]
 
 
-def family(sites: list[Site]) -> Family:
+def family(graph: Graph, sites: list[Site]) -> Family:
     readers: dict[Node, list[int]] = {}
     for number, site in enumerate(sites):
         for source in site.sources:
@@ -138,13 +151,30 @@ def family(sites: list[Site]) -> Family:
     order = sorted((n for n, site in enumerate(sites) if site.backward is not None), key=lambda n: sites[n].backward)  # type: ignore[arg-type,return-value]
     value = max((site.value for site in sites), key=lambda value: tokens_of(value))
     tokens, width = tokens_of(value), size_of(value.shape[-1])
-    wide = 8 if value.dtype == torch.float64 else WIDE
-    shape = Shape(
-        tokens * width * value.element_size(), tokens * sites[0].heads * wide, tokens * width * wide
-    )
-    result = Family(sites, runs, [], order, shape, value.device.type)
+    wide = 8 if value.dtype == torch.float64 else 4
+    shape = Shape(tokens * width * value.element_size(), tokens * sites[0].heads * wide, tokens * width * wide, tokens * wide)
+    result = Family(sites, runs, [], order, shape, [])
     result.sums = sums_of(result)
+    arrivals = [node for n in order if (node := sites[n].backward) is not None]
+    result.beside = held_beside(graph, arrivals, tensors_of(result)) if order else [0]
     return result
+
+
+def tensors_of(family: Family) -> set[Buffer]:
+    """The tensors that the timelines count."""
+    found: set[Buffer] = set()
+    for site in family.sites:
+        found |= {(site.node, (n,)) for n in range(1, 4)}
+        for node in (site.grad_out, site.backward, *site.sources):
+            if node is not None:
+                found |= {(node, path) for path, _ in sizes(node.meta["val"])}
+    for total in family.sums:
+        for _, grad in total.entries:
+            node = None if grad is None else only_user(sum_of(grad)[1])
+            while node is not None and is_sum(node):
+                found.add((node, ()))
+                node = only_user(node)
+    return found
 
 
 def tokens_of(value: torch.Tensor) -> int:
@@ -189,13 +219,17 @@ def end_of(grad: Node) -> Node:
 def plan(family: Family, settings: Settings, costs: Costs) -> Plan | str:
     """The cheapest plan whose backward holds no more than the graph as it stands, or why there is none."""
     before = [*forward_before(family), *backward_before(family)]
-    limit = timeline_before(family)
+    held = timeline_before(family)
+    limit = max(a + b for a, b in zip(held, family.beside, strict=True)) * (1 + settings.slack)
+    choices = list(candidates(family, settings, limit))
+    if not choices and settings.rewrite == "always":
+        choices = list(candidates(family, settings, math.inf))
     best: tuple[float, Plan] | None = None
-    for candidate, alive in candidates(family, settings, limit):
+    for candidate, alive in choices:
         after = [*forward_after(candidate), *backward_after(candidate)]
         cost = model.time(after, costs)
         if best is None or cost < best[0]:
-            best = cost, Plan(candidate, before, after, max(limit, default=0), max(alive, default=0))
+            best = cost, Plan(candidate, before, after, max(held), max(alive))
     if best is None:
         return "the backward's peak memory would rise"
     if settings.rewrite != "always" and best[0] >= model.time(before, costs):
@@ -203,20 +237,30 @@ def plan(family: Family, settings: Settings, costs: Costs) -> Plan | str:
     return best[1]
 
 
-def candidates(family: Family, settings: Settings, limit: list[int]) -> Iterator[tuple[Family, list[int]]]:
-    """Plans that fit and what they hold: with and without tiles, S from outputs or sources, the largest window each."""
-    count = max(len(family.order), 1)
-    windows = [settings.window] if settings.window else sorted({-(-count >> k) for k in range(8)} | {count}, reverse=True)
+def candidates(family: Family, settings: Settings, limit: float) -> Iterator[tuple[Family, list[int]]]:
+    """Plans that hold no more than the limit, and what they hold."""
     from_output = {n for n in family.order if has_saved_output(family.sites[n])}
-    for tile in [settings.tile] if settings.tile else [8, 1]:
-        tiles = list(tiles_of(family, tile))
-        for outputs in [from_output, set()] if from_output else [set()]:
-            for window in windows:
-                candidate = replace(family, tiles=tiles, from_output=outputs, pulls=pulls_of(family, window, tile))
-                alive = timeline_after(candidate)
-                if model.fits(alive, limit):
-                    yield candidate, alive
-                    break
+    recomputed = any(not family.saves(n) for n in family.order)
+    tiles = [settings.tile] if settings.tile else [8, 1]
+    for tile, outputs, rescored in product(tiles, [from_output, set()][not from_output :], [False, True][: 1 + recomputed]):
+        choice = replace(family, tiles=list(tiles_of(family, tile)), from_output=outputs, rescored=rescored)
+        found = windowed(choice, settings.window, tile, limit)
+        if found is not None:
+            yield found
+
+
+def windowed(family: Family, window: int | None, tile: int, limit: float) -> tuple[Family, list[int]] | None:
+    """The plan with as few windows as fit: a window ends before the first site at which it would hold too much."""
+    starts = list(range(0, len(family.order), window)) if window else [0]
+    while True:
+        family = replace(family, pulls=pulls_of(family, starts, tile))
+        alive = timeline_after(family)
+        over = next((n for n, (a, b) in enumerate(zip(alive, family.beside, strict=True)) if a + b > limit), None)
+        if over is None:
+            return family, alive
+        if window or over - 1 in starts or over == 0:
+            return None
+        starts.append(over - 1)
 
 
 def has_saved_output(site: Site) -> bool:
@@ -259,14 +303,14 @@ def tile_at(family: Family, first: int, count: int) -> Tile | None:
     return Tile(list(range(first, first + count)), common)
 
 
-def pulls_of(family: Family, window: int, tile: int) -> list[Pull]:
-    """All pulls, in the order of their last sites' gradients."""
+def pulls_of(family: Family, starts: list[int], tile: int) -> list[Pull]:
+    """All pulls, in the order of their last sites' gradients. Windows start at these places of ``family.order``."""
     place = {site: at for at, site in enumerate(family.order)}
     windows: dict[int, list[tuple[Sum, list[int]]]] = {}
     for total in family.sums:
         parts: dict[int, list[int]] = {}
         for site in total.sites:
-            parts.setdefault(place[site] // window, []).append(site)
+            parts.setdefault(sum(start <= place[site] for start in starts), []).append(site)
         for number, sites in parts.items():
             windows.setdefault(number, []).append((total, sites))
     pulls: list[Pull] = []
@@ -341,33 +385,23 @@ def backward_after(family: Family) -> Iterator[Launch]:
         yield model.coupling(shape, count, family.keeps_residue(number))
     for pull in family.pulls:
         results = sum(shape.wide_row if wide else shape.row for wide in pull.wide)
-        yield model.pull(shape, len(pull.sums), len(pull.sites), carried_bytes(family, pull), results)
-
-
-def carried_bytes(family: Family, pull: Pull) -> int:
-    return sum(
-        family.shape.wide_row if before.wide[before.sums.index(total)] else family.shape.row
-        for total, before in zip(pull.sums, pull.carried, strict=False)
-    )
+        carried = sum(gradient_bytes(shape, before, total) for total, before in zip(pull.sums, pull.carried, strict=False))
+        yield model.pull(shape, len(pull.sums), len(pull.sites), carried, results)
 
 
 def timeline_before(family: Family) -> list[int]:
     """Bytes of the sites' tensors alive in the backward of the graph as it stands."""
     line, shape, arrived = Timeline(), family.shape, {}
     for number in family.order:
-        site, count = family.sites[number], len(family.sites[number].sources)
+        count = len(family.sites[number].sources)
         line.site()
         now = arrived[number] = line.launch()
-        line.alive(now if is_recomputed(site.node) else 0, now, (count + 1) * shape.head_row)
+        line.alive(0 if family.saves(number) else now, now, (count + 1) * shape.head_row + count * shape.token)
         line.alive(now, now, (count + 1) * shape.row)  # its results and the gradient it reads
     for total in family.sums:
         if total.entries[0][1] is not None and len(total.entries) > 1:
             line.alive(arrived[total.sites[0]], arrived[total.sites[-1]], shape.row)
-    ends: dict[Node, int] = {}
-    for total in family.sums:
-        ends[total.run.source] = max(arrived[total.sites[-1]], ends.get(total.run.source, 0))
-    for end in ends.values():
-        line.alive(0, end, shape.row)
+    keep_sources(line, shape, [(total.run, arrived[total.sites[-1]]) for total in family.sums])
     return line.peaks()
 
 
@@ -383,27 +417,35 @@ def timeline_after(family: Family) -> list[int]:
     for number in family.order:
         line.site()
         now = arrived[number] = site_ends[number] = line.launch()
-        line.alive(0 if family.saves_logits(number) else now, now, family.keeps_residue(number) * shape.residue)
+        line.alive(0 if family.saves(number) else now, now, family.keeps_residue(number) * shape.residue)
         while pull is not None and pull.sites[-1] == number:
             now = line.launch()
-            for site in pull.sites:
-                site_ends[site] = now
-            for total, wide, last in zip(pull.sums, pull.wide, pull.last, strict=True):
-                run_ends[total.run] = now
-                made[pull, total] = now
-                line.alive(now, now, (shape.wide_row if wide else shape.row) * last)
+            site_ends.update((site, now) for site in pull.sites)
+            run_ends.update((total.run, now) for total in pull.sums)
+            made.update(((pull, total), now) for total in pull.sums)
+            line.alive(now, now, shape.row * sum(pull.last))
             for total, before in zip(pull.sums, pull.carried, strict=False):
-                size = shape.wide_row if before.wide[before.sums.index(total)] else shape.row
-                line.alive(made[before, total], now, size)
+                line.alive(made[before, total], now, gradient_bytes(shape, before, total))
             pull = next(pulls)
     for number, end in site_ends.items():
         line.alive(arrived[number], end, shape.row + shape.head_row)  # the gradient and S
-        line.alive(0 if family.saves_logits(number) else arrived[number], end, shape.head_row)
+        line.alive(0 if family.saves(number) else arrived[number], end, shape.head_row)
+    first = min(arrived.values(), default=0)  # by then every recomputed site needs logits of all its sources
     for run, end in run_ends.items():
-        line.alive(0, end, run.count * shape.head_row)
-    ends: dict[Node, int] = {}
-    for run, end in run_ends.items():
-        ends[run.source] = max(end, ends.get(run.source, 0))
-    for end in ends.values():
-        line.alive(0, end, shape.row)
+        line.alive(0 if family.saves_logits(run) else first, end, run.count * shape.head_row + shape.token)
+    keep_sources(line, shape, list(run_ends.items()))
     return line.peaks()
+
+
+def gradient_bytes(shape: Shape, pull: Pull, total: Sum) -> int:
+    """The size of a gradient that a pull hands on."""
+    return shape.wide_row if pull.wide[pull.sums.index(total)] else shape.row
+
+
+def keep_sources(line: Timeline, shape: Shape, ends: list[tuple[Run, int]]) -> None:
+    """Sources stand until they are read last."""
+    last: dict[Node, int] = {}
+    for run, end in ends:
+        last[run.source] = max(end, last.get(run.source, 0))
+    for end in last.values():
+        line.alive(0, end, shape.row)

@@ -26,9 +26,10 @@ class Report:
         bytes_after: the same after the passes.
         launches_before: launches of the same.
         launches: launches after the passes.
-        peak_before: bytes of the sites' tensors alive at the peak of the backward, of the graph as it stood.
+        rows_before: rows (one source, or as many bytes) of the sites' tensors alive at the backward's peak, as it stood.
+        rows_alive: the same after the passes.
+        peak_before: bytes alive at the peak of the whole backward as it stood; only ``explain`` fills it in.
         peak_after: the same after the passes.
-        rows_alive: peak_after in rows, a row being one source.
     """
 
     graphs: int = 0
@@ -44,9 +45,10 @@ class Report:
     bytes_after: int = 0
     launches_before: int = 0
     launches: int = 0
+    rows_before: int = 0
+    rows_alive: int = 0
     peak_before: int = 0
     peak_after: int = 0
-    rows_alive: int = 0
 
     def add(self, plan: Plan) -> None:
         """Count a plan that was carried out."""
@@ -55,8 +57,7 @@ class Report:
         self.pulled += len({total.run.source for pull in family.pulls for total in pull.sums})
         self.tiled += len(family.tiles) + sum(len(p.sums) > 1 and len(p.sites) > 1 for p in family.pulls)
         self.adds_removed += adds_of(family)
-        self.peak_before += plan.peak_before
-        self.peak_after += plan.peak_after
+        self.rows_before += round(plan.peak_before / family.shape.row)
         self.rows_alive += round(plan.peak_after / family.shape.row)
         self.count(plan.before, plan.after)
 
@@ -74,3 +75,12 @@ class Report:
         width, digits = (max(len(row[n]) for row in rows) for n in (0, 1))
         lines = [f"{name:<{width}}  {value:>{digits}}" for name, value in rows]
         return "\n".join([*lines, *(f"  {reason}" for reason in self.left_alone)])
+
+
+def summed(reports: list[Report]) -> Report:
+    """The reports of several graphs as one."""
+    total = Report()
+    for report in reports:
+        for f in fields(Report):
+            setattr(total, f.name, getattr(total, f.name) + getattr(report, f.name))
+    return total

@@ -34,7 +34,6 @@ class Writer:
         node.meta.update({tag: like.meta[tag] for tag in TAGS if tag in like.meta})
         if saved:
             node.meta["recompute"] = MUST_SAVE
-            node.meta.pop("ac_graph_id", None)
         return node
 
     def part(self, node: Node, *path: int) -> Node:
@@ -87,13 +86,17 @@ class Rewrite:
         with self.graph.inserting_before(anchor):
             args = ([site.query for site in sites], [site.key_weight for site in sites], wide)
             self.folded = self.write.call(mhar.fold.default, args, sites[0].node, saved=True)
+            self.folded.meta.pop("ac_graph_id", None)
         self.top = self.folded
 
-    def score(self, source: Node, first: int, count: int, site: Site) -> tuple[Node, Node]:
+    def score(self, run: Run, site: Site) -> tuple[Node, Node]:
         """Logits and rstd of a source, computed where it is born."""
+        source, first, count = run.source, run.first, run.count
         born = self.top if source.op in ("placeholder", "get_attr") or source < self.top else source
         with self.graph.inserting_after(last_part(born)):
-            node = self.write.call(mhar.score.default, (source, self.folded, first, count, site.eps), site.node, saved=True)
+            args = (source, self.folded, first, count, site.eps)
+            node = self.write.call(mhar.score.default, args, site.node, saved=self.family.saves_logits(run))
+            node.meta.pop("ac_graph_id", None)  # it belongs to no region
         with self.graph.inserting_after(node):
             rstd = self.write.part(node, 1)
             return self.write.part(node, 0), rstd
@@ -104,7 +107,7 @@ class Rewrite:
         for source in sources:
             run = self.family.run_of(source, site)
             if run not in self.scores:
-                self.scores[run] = self.score(source, run.first, run.count, self.family.sites[site])
+                self.scores[run] = self.score(run, self.family.sites[site])
             found.append((self.scores[run][0], run))
         return found
 

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 
 from . import ops
 from .lowering.passes import JointPass
@@ -15,6 +14,13 @@ from .lowering.planning import Settings
 from .lowering.report import Report
 
 HOOK = "joint_custom_pre_pass"
+
+
+def joint_pass(before: Any = None, reports: Callable[[Report], None] | None = None, **settings: Any) -> JointPass:
+    """The passes, with this package's operators in their cache key."""
+    return JointPass(
+        Settings(**settings), sources=Path(ops.__file__).parent.glob("*.py"), before=before, reports=reports
+    )
 
 
 def inductor_options(options: dict[str, Any] | None = None, **settings: Any) -> dict[str, Any]:
@@ -31,10 +37,12 @@ def inductor_options(options: dict[str, Any] | None = None, **settings: Any) -> 
         TypeError: an unknown setting.
         ValueError: a setting out of its range.
     """
+    import torch._inductor.config as inductor
+
     options = dict(options or {})
-    mine = options.get(HOOK, getattr(torch._inductor.config, HOOK))
+    mine = options.get(HOOK, getattr(inductor, HOOK))
     if not isinstance(mine, JointPass):
-        options[HOOK] = JointPass(Settings(**settings), sources=Path(ops.__file__).parent.glob("*.py"), before=mine)
+        options[HOOK] = joint_pass(mine, **settings)
     return options
 
 
@@ -53,3 +61,19 @@ def backend(
     inductor = torch._TorchCompileInductorWrapper(mode, inductor_options(options), dynamic)
     compiled: Callable[..., Any] = inductor(model, inputs)
     return compiled
+
+
+def explain(model: Callable[..., Any], *inputs: Any, **settings: Any) -> Report:
+    """What the passes do to a model called with these inputs: ``print(mhar_compile.explain(model, tokens))``.
+
+    The model is traced and its graphs are rewritten, but no code is generated. It is called once, under the caller's
+    grad mode; compiled code that the process holds already is dropped (``torch._dynamo.reset``).
+
+    Args:
+        model: a module or a function.
+        inputs: its arguments.
+        settings: as in :func:`inductor_options`.
+    """
+    from .lowering.tracing import trace
+
+    return trace(model, inputs, lambda reports: joint_pass(reports=reports, **settings)).report
