@@ -33,7 +33,7 @@ def peak_bytes(graph: Graph) -> int:
 
 
 def held_beside(graph: Graph, arrivals: Sequence[Node], without: Collection[Buffer]) -> list[int]:
-    """The most bytes of a joint graph's backward before, between and after the arrivals of gradients at the sites.
+    """The most bytes of a joint graph's backward before the sites' gradients arrive, then at each and after each.
 
     ``without`` are tensors counted elsewhere. What the forward saves is not known before the graph is split. Taken as
     saved is what the backward reads, directly or through what it can recompute: views, pointwise operators, reductions
@@ -59,7 +59,9 @@ def held_beside(graph: Graph, arrivals: Sequence[Node], without: Collection[Buff
     level = list(accumulate(change))
     place = {node: at for at, node in enumerate(nodes)}
     bounds = [start, *(place[node] for node in arrivals), len(nodes)]
-    return [max(level[a : max(b, a + 1)]) for a, b in zip(bounds, bounds[1:], strict=False)]
+    spans = [max(level[a : max(b, a + 1)]) for a, b in zip(bounds, bounds[1:], strict=False)]
+    at_sites = [level[place[node]] for node in arrivals]
+    return [spans[0], *(part for pair in zip(at_sites, spans[1:], strict=True) for part in pair)]
 
 
 def is_cheap(node: Node) -> bool:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import accumulate
 
 
 @dataclass(frozen=True)
@@ -100,16 +101,21 @@ def time(launches: Iterable[Launch], costs: Costs) -> float:
 
 
 class Timeline:
-    """Bytes alive over the launches of a backward, site by site."""
+    """Bytes alive over the launches of a backward: before the first site, then during each site's and after them."""
 
     def __init__(self) -> None:
         self.now = 1  # launch 0 stands for all that comes before the first site
-        self.steps: list[int] = []  # the launch at which each site's gradient arrives
+        self.starts = [0]
         self.births: list[tuple[int, int]] = []
 
     def site(self) -> None:
         """The next site's gradient arrives."""
-        self.steps.append(self.now)
+        self.starts.append(self.now)
+
+    def rest(self) -> None:
+        """The site's launches are done, and the rest of the graph goes on."""
+        self.starts.append(self.now)
+        self.now += 1
 
     def launch(self) -> int:
         """One launch; its number."""
@@ -121,14 +127,10 @@ class Timeline:
         self.births += [(first, size), (last + 1, -size)]
 
     def peaks(self) -> list[int]:
-        """The most bytes alive before, between and after the sites."""
-        change = [0] * (self.now + 2)
+        """The most bytes alive before the sites, then at each and after each."""
+        change = [0] * (self.now + 1)
         for at, size in self.births:
-            change[min(at, self.now + 1)] += size
-        alive = [0] * (self.now + 1)
-        level = 0
-        for at in range(self.now + 1):
-            level += change[at]
-            alive[at] = level
-        bounds = [0, *self.steps, self.now]
-        return [max(alive[a : max(b, a + 1)]) for a, b in zip(bounds, bounds[1:], strict=False)]
+            change[min(at, self.now)] += size
+        level = list(accumulate(change))
+        bounds = [*self.starts, self.now]
+        return [max(level[a:b]) for a, b in zip(bounds, bounds[1:], strict=False)]

@@ -97,7 +97,7 @@ class Family:
     sums: list[Sum]
     order: list[int]  # the sites that have a backward, as their gradients arrive
     shape: Shape
-    beside: list[int]  # bytes that the rest of the graph holds before, between and after the sites of ``order``
+    beside: list[int]  # bytes that the rest of the graph holds before the sites of ``order``, at each and after each
     tiles: list[Tile] = field(default_factory=list)
     pulls: list[Pull] = field(default_factory=list)
     from_output: set[int] = field(default_factory=set)  # sites whose S is formed from the output
@@ -258,9 +258,10 @@ def windowed(family: Family, window: int | None, tile: int, limit: float) -> tup
         over = next((n for n, (a, b) in enumerate(zip(alive, family.beside, strict=True)) if a + b > limit), None)
         if over is None:
             return family, alive
-        if window or over - 1 in starts or over == 0:
+        place = (over - 1) // 2  # of the site at which, or after which, too much is held
+        if window or place in starts or over == 0:
             return None
-        starts.append(over - 1)
+        starts.append(place)
 
 
 def has_saved_output(site: Site) -> bool:
@@ -398,6 +399,7 @@ def timeline_before(family: Family) -> list[int]:
         now = arrived[number] = line.launch()
         line.alive(0 if family.saves(number) else now, now, (count + 1) * shape.head_row + count * shape.token)
         line.alive(now, now, (count + 1) * shape.row)  # its results and the gradient it reads
+        line.rest()
     for total in family.sums:
         if total.entries[0][1] is not None and len(total.entries) > 1:
             line.alive(arrived[total.sites[0]], arrived[total.sites[-1]], shape.row)
@@ -417,7 +419,7 @@ def timeline_after(family: Family) -> list[int]:
     for number in family.order:
         line.site()
         now = arrived[number] = site_ends[number] = line.launch()
-        line.alive(0 if family.saves(number) else now, now, family.keeps_residue(number) * shape.residue)
+        line.alive(held_from(family, number, arrived), now, kept_bytes(family, number))
         while pull is not None and pull.sites[-1] == number:
             now = line.launch()
             site_ends.update((site, now) for site in pull.sites)
@@ -427,6 +429,7 @@ def timeline_after(family: Family) -> list[int]:
             for total, before in zip(pull.sums, pull.carried, strict=False):
                 line.alive(made[before, total], now, gradient_bytes(shape, before, total))
             pull = next(pulls)
+        line.rest()
     for number, end in site_ends.items():
         line.alive(arrived[number], end, shape.row + shape.head_row)  # the gradient and S
         line.alive(0 if family.saves(number) else arrived[number], end, shape.head_row)
@@ -435,6 +438,22 @@ def timeline_after(family: Family) -> list[int]:
         line.alive(0 if family.saves_logits(run) else first, end, run.count * shape.head_row + shape.token)
     keep_sources(line, shape, list(run_ends.items()))
     return line.peaks()
+
+
+def kept_bytes(family: Family, number: int) -> int:
+    """What forming S from the output holds: the residue, and the output where checkpointing would have dropped it."""
+    if not family.keeps_residue(number):
+        return 0
+    return family.shape.residue + (0 if family.saves(number) else family.shape.row)
+
+
+def held_from(family: Family, number: int, arrived: dict[int, int]) -> int:
+    """The launch after which a site's results are there: recomputed ones once the backward reaches their region."""
+    if family.saves(number):
+        return 0
+    mine = family.sites[number].node.meta.get("ac_graph_id")
+    later = [at for other, at in arrived.items() if family.sites[other].node.meta.get("ac_graph_id") != mine]
+    return max(later, default=0)
 
 
 def gradient_bytes(shape: Shape, pull: Pull, total: Sum) -> int:
