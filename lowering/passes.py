@@ -20,7 +20,7 @@ from .planning import Plan, Settings
 from .reading import Names, read
 from .report import Report
 from .rewriting import Rewrite
-from .versions import CustomGraphPass, graph_passes
+from .versions import CustomGraphPass, graph_passes, stable_topological_sort
 
 log = logging.getLogger(__name__)
 
@@ -80,7 +80,9 @@ def improve(graph: Graph, settings: Settings, report: Report) -> None:
             mode = detect_fake_mode([node.meta.get("val") for node in graph.nodes])
             assert mode is not None
             Rewrite(graph, plan.family, mode).run()
-        graph.lint()
+        if plans:
+            stable_topological_sort(graph)  # what reads a query's gradient moves behind the last pull
+            graph.lint()
     except Exception as error:  # the compile must go on
         log.warning("mhar_compile leaves a graph as it is: %s", error, exc_info=True)
         backup.restore(graph)
@@ -122,8 +124,9 @@ class Backup:
         """Give the graph its nodes back; its inputs are the same nodes as before."""
         inputs = {copy: node for node, copy in self.nodes.items() if node.op == "placeholder"}
         *others, output = [node for node in graph.nodes if node.op != "placeholder"]
-        output.args = ()
-        for node in reversed(others):
+        for node in (*others, output):
+            node.args, node.kwargs = (), {}
+        for node in others:
             graph.erase_node(node)
         with graph.inserting_before(output):
             graph.graph_copy(self.copy, inputs)

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from functorch.compile import make_boxed_func
 from torch.fx import Graph, GraphModule
 
 from .liveness import peak_bytes
@@ -31,13 +32,19 @@ class Trace:
 def trace(
     model: Callable[..., Any], inputs: Sequence[Any], passes: Callable[[Callable[[Report], None]], JointPass]
 ) -> Trace:
-    """Trace a call of a model, and run the passes on every graph with Inductor's partitioner behind them."""
+    """Call a model once, and trace its graphs."""
+    found = Trace()
+    torch._dynamo.reset()
+    torch.compile(model, backend=tracer(found, passes(found.reports.append)))(*inputs)
+    torch._dynamo.reset()
+    return found
+
+
+def tracer(found: Trace, joint: JointPass) -> Callable[..., Any]:
+    """A backend that runs the passes, with Inductor's partitioner behind them, and then the graphs node by node."""
     from torch._dynamo.backends.common import aot_autograd
     from torch._functorch.partitioners import min_cut_rematerialization_partition
     from torch._inductor.decomposition import select_decomp_table
-
-    found = Trace()
-    joint = passes(found.reports.append)
 
     def split(module: GraphModule, joint_inputs: Sequence[Any], **options: Any) -> tuple[GraphModule, GraphModule]:
         seen = len(found.reports)
@@ -51,15 +58,15 @@ def trace(
         return parts
 
     def keep(module: GraphModule, _: Any) -> Callable[..., Any]:
-        return module.forward
+        return make_boxed_func(module.forward)
 
     def infer(module: GraphModule, _: Any) -> Callable[..., Any]:
         joint(module.graph)
         module.recompile()
         found.inference.append(module.graph)
-        return module.forward
+        return make_boxed_func(module.forward)
 
-    backend = aot_autograd(
+    backend: Callable[..., Any] = aot_autograd(
         fw_compiler=keep,
         bw_compiler=keep,
         inference_compiler=infer,
@@ -67,10 +74,7 @@ def trace(
         decompositions=select_decomp_table,
         keep_inference_input_mutations=True,
     )
-    torch._dynamo.reset()
-    torch.compile(model, backend=backend)(*inputs)
-    torch._dynamo.reset()
-    return found
+    return backend
 
 
 def copied(module: GraphModule) -> GraphModule:

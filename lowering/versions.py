@@ -7,10 +7,11 @@ from typing import Any
 
 import torch
 from torch._inductor.custom_graph_pass import CustomGraphPass
+from torch._inductor.pattern_matcher import stable_topological_sort
 from torch.fx import Graph, Node
 from torch.utils.checkpoint import CheckpointPolicy
 
-__all__ = ["MUST_SAVE", "CustomGraphPass", "graph_passes", "is_recomputed", "size_of", "symbol"]
+__all__ = ["MUST_SAVE", "CustomGraphPass", "graph_passes", "is_recomputed", "size_of", "stable_topological_sort", "symbol"]
 
 MUST_SAVE = CheckpointPolicy.MUST_SAVE
 RECOMPUTED = (CheckpointPolicy.MUST_RECOMPUTE, CheckpointPolicy.PREFER_RECOMPUTE)
