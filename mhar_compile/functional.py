@@ -89,9 +89,7 @@ def route(
         RuntimeError: double backward, forward mode or a torch.func transform, none of which is supported.
     """
     rows = list(sources.unbind(0)) if isinstance(sources, Tensor) and sources.dim() > 1 else sources
-    check_sources(rows, null_source, residual)
-    like = rows[0] if rows else residual
-    assert like is not None
+    like = check_sources(rows, null_source, residual)
     query = query_by_head(query, heads, like)
     check_parameters(like, key_weight, null_source, gate)
     check_eps(eps)
@@ -101,8 +99,8 @@ def route(
     return (out, (logits - lse).exp()) if return_weights else out
 
 
-def check_sources(sources: object, null_source: object, residual: object) -> None:
-    """Raise unless sources are tensors [..., d] alike, and residual is like them."""
+def check_sources(sources: object, null_source: object, residual: object) -> Tensor:
+    """The tensor that all others must be like, the first source; raise unless sources and residual are."""
     if not isinstance(sources, Sequence) or isinstance(sources, str):
         raise TypeError(
             f"route: sources must be a sequence of tensors [..., d] or one tensor [N, ..., d], got {described(sources)}"
@@ -110,13 +108,15 @@ def check_sources(sources: object, null_source: object, residual: object) -> Non
     if not sources and (null_source is None or residual is None):
         raise ValueError("route: no sources; pass at least one tensor [..., d], or both null_source and residual")
     first, name = (sources[0], "sources[0]") if sources else (residual, "residual")
-    check_like(first, name, first, name)
+    check_float_tensor(first, name)
+    assert isinstance(first, Tensor)
     if first.dim() == 0 or first.shape[-1] == 0:
         raise ValueError(f"route: {name} has shape {list(first.shape)}, expected [..., d] with d >= 1")
     for n, source in enumerate(sources[1:], 1):
         check_like(source, f"sources[{n}]", first, name)
     if residual is not None:
         check_like(residual, "residual", first, name)
+    return first
 
 
 def check_like(tensor: object, name: str, first: Tensor, first_name: str) -> None:

@@ -37,16 +37,16 @@ def route(
         rstd[n] = torch.rsqrt(x.square().mean(-1) + eps)
         logits[n] = (rounded_key(x, rstd[n], like.dtype, heads) * folded).sum(-1)
 
-    lse = logits.logsumexp(0)
+    weights = logits.softmax(0)
     mix = torch.zeros((*tokens, *query.shape), dtype=wide, device=like.device)
-    for n, row in enumerate(rows):
-        mix.addcmul_((logits[n] - lse).exp().unsqueeze(-1), split(row.to(wide), heads))
+    for weight, row in zip(weights, rows, strict=True):
+        mix.addcmul_(weight.unsqueeze(-1), split(row.to(wide), heads))
     out = mix.flatten(-2)
     if gate is not None:
         out = out * gate.to(wide)
     if residual is not None:
         out = out + residual.to(wide)
-    return out.to(like.dtype), logits, lse, rstd
+    return out.to(like.dtype), logits, logits.logsumexp(0), rstd
 
 
 def route_backward(
@@ -67,7 +67,8 @@ def route_backward(
     dout = split(grad_out.to(wide), heads)  # [..., H, K]
     scale = torch.ones((), dtype=wide, device=grad_out.device) if gate is None else gate.to(wide)
     dmix = dout * scale
-    weights = (logits - lse).exp()
+    # Not exp(logits - lse): the rounding of lse moves a row's weights together, and what sources share no longer cancels.
+    weights = logits.softmax(0)
 
     # <dout, mix> is summed from the sources: formed from the rounded output it costs most of a bf16 gradient's digits.
     dots = torch.stack([(dout * split(row.to(wide), heads)).sum(-1) for row in rows])  # [N, ..., H]
@@ -96,7 +97,7 @@ def route_backward(
 
 def split(x: Tensor, heads: int) -> Tensor:
     """[..., d] as [..., H, K]."""
-    return x.unflatten(-1, (heads, x.shape[-1] // heads))
+    return torch.unflatten(x, -1, (heads, x.shape[-1] // heads))
 
 
 def fold(query: Tensor, key_weight: Tensor | None, wide: torch.dtype) -> Tensor:
