@@ -37,31 +37,47 @@ def held_beside(graph: Graph, arrivals: Sequence[Node], without: Collection[Buff
 
     ``without`` are tensors counted elsewhere. What the forward saves is not known before the graph is split. Taken as
     saved is what the backward reads, directly or through what it can recompute: views, pointwise operators, reductions
-    and whatever checkpointing recomputes.
+    and whatever checkpointing recomputes. A checkpointed region is there from the backward's first read of it.
     """
     nodes = list(graph.nodes)
     buffers, last = lifetimes(nodes)
     backward = {node for node in nodes if node.meta.get("partitioner_tag") == "is_backward"}
     start = next((at for at, node in enumerate(nodes) if node in backward and node.op != "placeholder"), len(nodes))
+    regions = region_starts(nodes, start, buffers)
+    needed = dict(last)  # read by the backward, or by what is computed again for it
     for at, node in reversed(list(enumerate(nodes[:start]))):
         if is_cheap(node):
-            end = last.get(buffers[node], at)
+            end = needed.get(buffers[node], at)
             for read in node.all_input_nodes:
-                last[buffers[read]] = max(last.get(buffers[read], 0), end)
+                needed[buffers[read]] = max(needed.get(buffers[read], 0), end)
     change = [0] * (len(nodes) + 1)
     for at, node in enumerate(nodes):
-        if node.op == "placeholder" or (at < start and is_cheap(node)):
+        born, ends = max(at, start), needed
+        if at < start and is_recomputed(node):
+            born, ends = regions.get(node.meta.get("ac_graph_id"), len(nodes)), last
+        elif node.op == "placeholder" or (at < start and is_cheap(node)):
             continue
         for buffer, size in made_by(node, buffers):
-            if buffer not in without and last.get(buffer, at) >= start:
-                change[max(at, start)] += size
-                change[last.get(buffer, at) + 1] -= size
+            if buffer not in without and born <= ends.get(buffer, at):
+                change[born] += size
+                change[ends.get(buffer, at) + 1] -= size
     level = list(accumulate(change))
     place = {node: at for at, node in enumerate(nodes)}
     bounds = [start, *(place[node] for node in arrivals), len(nodes)]
     spans = [max(level[a : max(b, a + 1)]) for a, b in zip(bounds, bounds[1:], strict=False)]
     at_sites = [level[place[node]] for node in arrivals]
     return [spans[0], *(part for pair in zip(at_sites, spans[1:], strict=True) for part in pair)]
+
+
+def region_starts(nodes: Sequence[Node], start: int, buffers: dict[Node, Buffer]) -> dict[object, int]:
+    """Where the backward first reads each checkpointed region."""
+    starts: dict[object, int] = {}
+    for at, node in enumerate(nodes[start:], start):
+        for read in node.all_input_nodes:
+            maker = buffers[read][0]
+            if is_recomputed(maker):
+                starts.setdefault(maker.meta.get("ac_graph_id"), at)
+    return starts
 
 
 def is_cheap(node: Node) -> bool:

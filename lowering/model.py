@@ -37,6 +37,7 @@ class Shape:
     head_row: int
     wide_row: int
     token: int  # one float32 a token
+    query: int  # the gradient of one folded query
 
     @property
     def residue(self) -> int:
@@ -106,7 +107,7 @@ class Timeline:
     def __init__(self) -> None:
         self.now = 1  # launch 0 stands for all that comes before the first site
         self.starts = [0]
-        self.births: list[tuple[int, int]] = []
+        self.births: list[tuple[float, int]] = []
 
     def site(self) -> None:
         """The next site's gradient arrives."""
@@ -122,15 +123,15 @@ class Timeline:
         self.now += 1
         return self.now - 1
 
-    def alive(self, first: int, last: int, size: int) -> None:
-        """A tensor that stands from one launch to another, both included."""
+    def alive(self, first: int, last: float, size: int) -> None:
+        """A tensor that stands from one launch to another, both included; to infinity: to the end."""
         self.births += [(first, size), (last + 1, -size)]
 
     def peaks(self) -> list[int]:
         """The most bytes alive before the sites, then at each and after each."""
         change = [0] * (self.now + 1)
         for at, size in self.births:
-            change[min(at, self.now)] += size
+            change[int(min(at, self.now))] += size
         level = list(accumulate(change))
         bounds = [*self.starts, self.now]
         return [max(level[a:b]) for a, b in zip(bounds, bounds[1:], strict=False)]

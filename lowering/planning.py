@@ -152,7 +152,13 @@ def family(graph: Graph, sites: list[Site]) -> Family:
     value = max((site.value for site in sites), key=lambda value: tokens_of(value))
     tokens, width = tokens_of(value), size_of(value.shape[-1])
     wide = 8 if value.dtype == torch.float64 else 4
-    shape = Shape(tokens * width * value.element_size(), tokens * sites[0].heads * wide, tokens * width * wide, tokens * wide)
+    shape = Shape(
+        row=tokens * width * value.element_size(),
+        head_row=tokens * sites[0].heads * wide,
+        wide_row=tokens * width * wide,
+        token=tokens * wide,
+        query=width * wide,
+    )
     result = Family(sites, runs, [], order, shape, [])
     result.sums = sums_of(result)
     arrivals = [node for n in order if (node := sites[n].backward) is not None]
@@ -426,6 +432,7 @@ def timeline_after(family: Family) -> list[int]:
             run_ends.update((total.run, now) for total in pull.sums)
             made.update(((pull, total), now) for total in pull.sums)
             line.alive(now, now, shape.row * sum(pull.last))
+            line.alive(now, math.inf, shape.query * len(pull.sites))
             for total, before in zip(pull.sums, pull.carried, strict=False):
                 line.alive(made[before, total], now, gradient_bytes(shape, before, total))
             pull = next(pulls)

@@ -113,8 +113,10 @@ def coupling_from_sources(
     wide = lse.dtype
     dout = grad_out.to(wide)
     total = torch.zeros_like(lse)
-    for source, row in zip(sources, rows_of(logits, firsts, site), strict=True):
-        total.addcmul_((row - lse).exp(), split(dout * source.to(wide), lse.shape[-1]).sum(-1))
+    # Not exp(logits - lse), whose common rounding would not cancel against the dots of the pulls.
+    weights = torch.stack([row.expand_as(lse) for row in rows_of(logits, firsts, site)]).softmax(0)
+    for source, weight in zip(sources, weights, strict=True):
+        total.addcmul_(weight, split(dout * source.to(wide), lse.shape[-1]).sum(-1))
     if gate is None:
         return total, grad_out.new_empty(0)
     return total * gate.to(wide), total.sum().reshape(1).to(gate.dtype)
@@ -194,11 +196,11 @@ def weighted_sum(values: Sequence[Tensor], rows: Sequence[Tensor], like: Tensor)
     """The softmax mixture [..., d] of the values by the rows of logits [..., H], and its log-sum-exp, in float32."""
     heads, wide = rows[0].shape[-1], rows[0].dtype
     tokens = like.shape[:-1]
-    lse = torch.stack([row.expand(*tokens, heads) for row in rows]).logsumexp(0)
+    stacked = torch.stack([row.expand(*tokens, heads) for row in rows])
     mixture = torch.zeros((*tokens, heads, like.shape[-1] // heads), dtype=wide, device=like.device)
-    for value, row in zip(values, rows, strict=True):
-        mixture.addcmul_((row - lse).exp().unsqueeze(-1), split(value.to(wide), heads))
-    return mixture.flatten(-2), lse
+    for value, weight in zip(values, stacked.softmax(0), strict=True):
+        mixture.addcmul_(weight.unsqueeze(-1), split(value.to(wide), heads))
+    return mixture.flatten(-2), stacked.logsumexp(0)
 
 
 def residue(wide: Tensor, narrow: Tensor) -> Tensor:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.fx import Graph
 
 from mhar_compile import Router, route
-from mhar_compile.backend import joint_pass
+from mhar_compile.compiler import joint_pass
 from mhar_compile.lowering.report import Report
 from mhar_compile.lowering.tracing import Trace, tracer
 
