@@ -95,8 +95,8 @@ def route(
     check_eps(eps)
     rows = [contiguous_width(row) for row in rows]
     residual = None if residual is None else contiguous_width(residual)
-    out, logits, lse, _ = torch.ops.mhar.route(rows, query, key_weight, null_source, residual, gate, float(eps))
-    return (out, (logits - lse).exp()) if return_weights else out
+    out, logits, _, _ = torch.ops.mhar.route(rows, query, key_weight, null_source, residual, gate, float(eps))
+    return (out, logits.softmax(0)) if return_weights else out
 
 
 def check_sources(sources: object, null_source: object, residual: object) -> Tensor:

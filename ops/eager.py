@@ -67,7 +67,7 @@ def route_backward(
     dout = split(grad_out.to(wide), heads)  # [..., H, K]
     scale = torch.ones((), dtype=wide, device=grad_out.device) if gate is None else gate.to(wide)
     dmix = dout * scale
-    # Not exp(logits - lse): the rounding of lse moves a row's weights together, and what sources share no longer cancels.
+    # Not exp(logits - lse): the rounding of lse moves all weights together, and what sources share no longer cancels.
     weights = logits.softmax(0)
 
     # <dout, mix> is summed from the sources: formed from the rounded output it costs most of a bf16 gradient's digits.
