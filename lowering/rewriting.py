@@ -34,6 +34,7 @@ class Writer:
         node.meta.update({tag: like.meta[tag] for tag in TAGS if tag in like.meta})
         if saved:
             node.meta["recompute"] = MUST_SAVE
+            node.meta.pop("ac_graph_id", None)  # it belongs to no region
         return node
 
     def part(self, node: Node, *path: int) -> Node:
@@ -86,7 +87,6 @@ class Rewrite:
         with self.graph.inserting_before(anchor):
             args = ([site.query for site in sites], [site.key_weight for site in sites], wide)
             self.folded = self.write.call(mhar.fold.default, args, sites[0].node, saved=True)
-            self.folded.meta.pop("ac_graph_id", None)
         self.top = self.folded
 
     def score(self, run: Run, site: Site) -> tuple[Node, Node]:
@@ -96,7 +96,7 @@ class Rewrite:
         with self.graph.inserting_after(last_part(born)):
             args = (source, self.folded, first, count, site.eps)
             node = self.write.call(mhar.score.default, args, site.node, saved=self.family.saves_logits(run))
-            node.meta.pop("ac_graph_id", None)  # it belongs to no region
+            node.meta.pop("ac_graph_id", None)  # several regions may read it
         with self.graph.inserting_after(node):
             rstd = self.write.part(node, 1)
             return self.write.part(node, 0), rstd
