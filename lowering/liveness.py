@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Collection, Iterator, Sequence
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
@@ -64,7 +64,7 @@ def held_beside(graph: Graph, arrivals: Sequence[Node], without: Collection[Buff
     level = list(accumulate(change))
     place = {node: at for at, node in enumerate(nodes)}
     bounds = [start, *(place[node] for node in arrivals), len(nodes)]
-    spans = [max(level[a : max(b, a + 1)]) for a, b in zip(bounds, bounds[1:], strict=False)]
+    spans = [max(level[a : max(b, a + 1)]) for a, b in pairwise(bounds)]
     at_sites = [level[place[node]] for node in arrivals]
     return [spans[0], *(part for pair in zip(at_sites, spans[1:], strict=True) for part in pair)]
 

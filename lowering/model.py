@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, pairwise
 
 
 @dataclass(frozen=True)
@@ -98,7 +98,7 @@ def total(launches: Iterable[Launch]) -> int:
 
 def time(launches: Iterable[Launch], costs: Costs) -> float:
     """What launches cost, in bytes at copy speed."""
-    return sum(costs.launch + getattr(costs, launch.kind) * launch.bytes for launch in launches)
+    return float(sum(costs.launch + getattr(costs, launch.kind) * launch.bytes for launch in launches))
 
 
 class Timeline:
@@ -134,4 +134,4 @@ class Timeline:
             change[int(min(at, self.now))] += size
         level = list(accumulate(change))
         bounds = [*self.starts, self.now]
-        return [max(level[a:b]) for a, b in zip(bounds, bounds[1:], strict=False)]
+        return [max(level[a:b]) for a, b in pairwise(bounds)]

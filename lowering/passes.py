@@ -58,7 +58,7 @@ class JointPass(CustomGraphPass):
                 self.reports(report)
 
     def uuid(self) -> Any:
-        """Changes with the passes, the operators, the settings, torch and the user's own pass; None switches caching off."""
+        """Changes with passes, operators, settings, torch and the user's own pass; None switches caching off."""
         keys = [step.uuid() if isinstance(step, CustomGraphPass) else None for step in self.before]
         return None if None in keys else (self.key, *keys)
 

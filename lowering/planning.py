@@ -15,8 +15,8 @@ from torch.fx import Graph, Node
 from . import model
 from .liveness import Buffer, held_beside, sizes
 from .model import Costs, Launch, Shape, Timeline
-from .reading import Site, is_sum, only_user, sum_of, symbol
-from .versions import is_recomputed, size_of
+from .reading import Site, is_sum, only_user, sum_of
+from .versions import is_recomputed, size_of, symbol
 
 GAP = 2  # unread rows that a run of scored sites may hold, for each row that is read
 
@@ -44,7 +44,7 @@ class Settings:
         for name, value in (("window", self.window), ("tile", self.tile)):
             if value is not None and (not isinstance(value, int) or value < 1):
                 raise ValueError(f"{name} must be a positive int or None, got {value!r}")
-        if not 0 <= self.slack:
+        if not self.slack >= 0:
             raise ValueError(f"slack must be a fraction >= 0, got {self.slack!r}")
 
 
@@ -248,7 +248,9 @@ def candidates(family: Family, settings: Settings, limit: float) -> Iterator[tup
     from_output = {n for n in family.order if has_saved_output(family.sites[n])}
     recomputed = any(not family.saves(n) for n in family.order)
     tiles = [settings.tile] if settings.tile else [8, 1]
-    for tile, outputs, rescored in product(tiles, [from_output, set()][not from_output :], [False, True][: 1 + recomputed]):
+    for tile, outputs, rescored in product(
+        tiles, [from_output, set()][not from_output :], [False, True][: 1 + recomputed]
+    ):
         choice = replace(family, tiles=list(tiles_of(family, tile)), from_output=outputs, rescored=rescored)
         found = windowed(choice, settings.window, tile, limit)
         if found is not None:
@@ -380,9 +382,7 @@ def forward_after(family: Family) -> Iterator[Launch]:
     for number, site in enumerate(family.sites):
         tile_here = family.tile_of(number)
         count = len(site.sources) - (len(tile_here.sources) if tile_here else 0)
-        yield model.mix(
-            shape, count, site.residual is not None, tile_here is not None, family.keeps_residue(number)
-        )
+        yield model.mix(shape, count, site.residual is not None, tile_here is not None, family.keeps_residue(number))
 
 
 def backward_after(family: Family) -> Iterator[Launch]:
@@ -392,7 +392,9 @@ def backward_after(family: Family) -> Iterator[Launch]:
         yield model.coupling(shape, count, family.keeps_residue(number))
     for pull in family.pulls:
         results = sum(shape.wide_row if wide else shape.row for wide in pull.wide)
-        carried = sum(gradient_bytes(shape, before, total) for total, before in zip(pull.sums, pull.carried, strict=False))
+        carried = sum(
+            gradient_bytes(shape, before, total) for total, before in zip(pull.sums, pull.carried, strict=False)
+        )
         yield model.pull(shape, len(pull.sums), len(pull.sites), carried, results)
 
 

@@ -17,6 +17,7 @@ class Report:
         sites: ``mhar::route`` nodes.
         sources: tensors that the sites read, null sources left out.
         scored: sources whose logits are computed once, when the source is born.
+        rescored: scoring launches that checkpointing repeats in the backward, where saved logits would be too much.
         pulled: sources whose gradient is gathered by pulls.
         tiled: launches that serve several sources and several sites at once.
         pinned: sources saved at the border of a checkpointed region.
@@ -26,7 +27,7 @@ class Report:
         bytes_after: the same after the passes.
         launches_before: launches of the same.
         launches: launches after the passes.
-        rows_before: rows (one source, or as many bytes) of the sites' tensors alive at the backward's peak, as it stood.
+        rows_before: rows (one source, or as many bytes) of the sites' tensors alive at the peak of the backward, before.
         rows_alive: the same after the passes.
         peak_before: bytes alive at the peak of the whole backward as it stood; only ``explain`` fills it in.
         peak_after: the same after the passes.
@@ -36,6 +37,7 @@ class Report:
     sites: int = 0
     sources: int = 0
     scored: int = 0
+    rescored: int = 0
     pulled: int = 0
     tiled: int = 0
     pinned: int = 0
@@ -54,6 +56,7 @@ class Report:
         """Count a plan that was carried out."""
         family = plan.family
         self.scored += len(family.runs)
+        self.rescored += sum(not family.saves_logits(run) for runs in family.runs.values() for run in runs)
         self.pulled += len({total.run.source for pull in family.pulls for total in pull.sums})
         self.tiled += len(family.tiles) + sum(len(p.sums) > 1 and len(p.sites) > 1 for p in family.pulls)
         self.adds_removed += adds_of(family)
@@ -69,7 +72,9 @@ class Report:
 
     def __str__(self) -> str:
         def text(value: object) -> str:
-            return f"{value:,}" if isinstance(value, int) else str(len(value)) if isinstance(value, list) else str(value)
+            return (
+                f"{value:,}" if isinstance(value, int) else str(len(value)) if isinstance(value, list) else str(value)
+            )
 
         rows = [(f.name.replace("_", " "), text(getattr(self, f.name))) for f in fields(self)]
         width, digits = (max(len(row[n]) for row in rows) for n in (0, 1))

@@ -230,7 +230,9 @@ class Rewrite:
     def unfold(self) -> None:
         """The gradients of the queries and key weights, once every pull has been made."""
         sites = self.family.sites
-        wanted = [(n, name) for n in self.family.order for name in ("query", "key_weight") if name in sites[n].parameter_grads]
+        wanted = [
+            (n, name) for n in self.family.order for name in ("query", "key_weight") if name in sites[n].parameter_grads
+        ]
         if not wanted or not self.partials:
             return
         last = sites[self.family.order[-1]].backward

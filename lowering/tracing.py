@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from functorch.compile import make_boxed_func
+from torch._functorch.aot_autograd import make_boxed_func
 from torch.fx import Graph, GraphModule
 
 from .liveness import peak_bytes
@@ -58,13 +58,13 @@ def tracer(found: Trace, joint: JointPass) -> Callable[..., Any]:
         return parts
 
     def keep(module: GraphModule, _: Any) -> Callable[..., Any]:
-        return make_boxed_func(module.forward)
+        return boxed(module)
 
     def infer(module: GraphModule, _: Any) -> Callable[..., Any]:
         joint(module.graph)
         module.recompile()
         found.inference.append(module.graph)
-        return make_boxed_func(module.forward)
+        return boxed(module)
 
     backend: Callable[..., Any] = aot_autograd(
         fw_compiler=keep,
@@ -75,6 +75,12 @@ def tracer(found: Trace, joint: JointPass) -> Callable[..., Any]:
         keep_inference_input_mutations=True,
     )
     return backend
+
+
+def boxed(module: GraphModule) -> Callable[..., Any]:
+    """A graph as a function of a list of arguments, which is how AOTAutograd calls it."""
+    function: Callable[..., Any] = make_boxed_func(module.forward)
+    return function
 
 
 def copied(module: GraphModule) -> GraphModule:

@@ -11,7 +11,15 @@ from torch._inductor.pattern_matcher import stable_topological_sort
 from torch.fx import Graph, Node
 from torch.utils.checkpoint import CheckpointPolicy
 
-__all__ = ["MUST_SAVE", "CustomGraphPass", "graph_passes", "is_recomputed", "size_of", "stable_topological_sort", "symbol"]
+__all__ = [
+    "MUST_SAVE",
+    "CustomGraphPass",
+    "graph_passes",
+    "is_recomputed",
+    "size_of",
+    "stable_topological_sort",
+    "symbol",
+]
 
 MUST_SAVE = CheckpointPolicy.MUST_SAVE
 RECOMPUTED = (CheckpointPolicy.MUST_RECOMPUTE, CheckpointPolicy.PREFER_RECOMPUTE)

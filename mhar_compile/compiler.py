@@ -27,11 +27,12 @@ def inductor_options(options: dict[str, Any] | None = None, **settings: Any) -> 
     """Inductor's options with our passes, for ``torch.compile(model, options=...)``.
 
     Args:
-        options: your own options. Your ``joint_custom_pre_pass``, here or in ``torch._inductor.config``, runs before ours.
+        options: your own. Your ``joint_custom_pre_pass``, here or in ``torch._inductor.config``, runs before ours.
         settings: overrides of the passes' own decisions:
             rewrite: "auto" (where the model predicts a gain), "always" or "never".
             window: sites that one chain of gradients takes in at once.
             tile: sources and sites that share a read; 1 switches tiling off.
+            slack: by what fraction the backward's peak memory may rise where that saves traffic; 0 by default.
 
     Raises:
         TypeError: an unknown setting.

@@ -1,6 +1,6 @@
 """The steps that the compiler takes a route apart into, in plain PyTorch; the mathematics is that of ``eager.route``.
 
-A *family* of M sites shares H, eps, width and dtype. Its folded queries stand in one tensor [M, H, K], a row a site. A
+A *family* of M sites shares H, eps, width and dtype. Its folded queries are one tensor [M, H, K], a row a site. A
 source is scored once against a run of rows; row r of its logits belongs to site ``first + r``. The null source of a site
 is a source of shape [d], scored against that site alone. Arithmetic is float32 (float64 for float64 sources).
 """
@@ -70,7 +70,7 @@ def mix(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Output [..., d] in dtype and log-sum-exp [..., H] of one site, and the residue of the output's rounding.
 
-    ``carried`` [..., d] and ``carried_lse`` [..., H] are the mixture over further sources, from ``mix_tile``. The residue
+    ``carried`` [..., d] and ``carried_lse`` [..., H] are the mixture over further sources, by ``mix_tile``. The residue
     [..., d] is int8, see ``residue``; empty unless ``keep``.
     """
     rows, values = rows_of(logits, firsts, site), list(sources)
@@ -204,7 +204,7 @@ def weighted_sum(values: Sequence[Tensor], rows: Sequence[Tensor], like: Tensor)
 
 
 def residue(wide: Tensor, narrow: Tensor) -> Tensor:
-    """What rounding lost, in 256ths of the last place of narrow: the distance between the bits of the two as integers."""
+    """What rounding lost, in 256ths of the last place of narrow: the distance of the two's bits as integers."""
     shift = BITS[narrow.dtype]
     lost = wide.view(torch.int32) - narrow.float().view(torch.int32)
     return ((lost + (1 << (shift - 1))) >> shift).clamp(-128, 127).to(torch.int8)

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from . import eager_steps
+from .reference import compute_dtype
 
 FOLD = "(Tensor[] queries, Tensor?[] key_weights, ScalarType dtype) -> Tensor"
 UNFOLD = (
@@ -62,7 +63,9 @@ def without_gradient(name: str) -> Callable[..., Any]:
 
     def kernel(keyset: torch._C.DispatchKeySet, *args: Any) -> Any:
         if torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in tree_leaves(args)):
-            raise RuntimeError(f"mhar::{name} is one step of a compiled route and has no gradient; call mhar_compile.route")
+            raise RuntimeError(
+                f"mhar::{name} is one step of a compiled route and has no gradient; call mhar_compile.route"
+            )
         return step.redispatch(keyset & torch._C._after_autograd_keyset, *args)
 
     return kernel
@@ -115,7 +118,7 @@ def fake_mix_tile(
 
 
 def fake_coupling(grad_out: Tensor, out: Tensor, residue: Tensor | None, heads: int) -> Tensor:
-    return out.new_empty((*out.shape[:-1], heads), dtype=eager_steps.compute_dtype(out.dtype))
+    return out.new_empty((*out.shape[:-1], heads), dtype=compute_dtype(out.dtype))
 
 
 def fake_coupling_from_sources(

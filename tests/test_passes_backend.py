@@ -68,7 +68,8 @@ def test_the_callable_with_options_dynamic_and_fullgraph() -> None:
     compiled = torch.compile(model, backend=mhar_compile.backend, options=options, dynamic=True, fullgraph=True)
     assert_same(compiled, model, torch.randn(5, 6, 8))
     (report,) = reports
-    assert report.pulled == 4 and not report.left_alone
+    assert report.pulled == 4
+    assert not report.left_alone
     with torch.compiler.set_stance("fail_on_recompile"):
         assert_same(compiled, model, torch.randn(3, 7, 8))
 
@@ -99,7 +100,8 @@ def test_inductor_options_with_the_users_own_pass() -> None:
     reports = seen_by(options)
     model = Net()
     assert_same(torch.compile(model, options=options), model, torch.randn(5, 8))
-    assert seen == [4] and reports[0].pulled == 4
+    assert seen == [4]
+    assert reports[0].pulled == 4
     assert options["joint_custom_pre_pass"].uuid() is None  # theirs has no key, so nothing may be cached
 
 
@@ -139,11 +141,13 @@ def test_explain() -> None:
     model = Net()
     report = mhar_compile.explain(model, torch.randn(50, 8), rewrite="always")
     assert (report.graphs, report.sites, report.sources, report.scored, report.pulled) == (1, 4, 4, 4, 4)
-    assert report.adds_removed == 3 and report.left_alone == []
+    assert report.adds_removed == 3
+    assert report.left_alone == []
     assert min(report.bytes_before, report.bytes_after, report.launches_before, report.launches, report.rows_alive) > 0
     assert report.peak_after <= report.peak_before
     lines = str(report).splitlines()
-    assert len({len(line) for line in lines}) == 1 and any(line.split() == ["pulled", "4"] for line in lines)
+    assert len({len(line) for line in lines}) == 1
+    assert any(line.split() == ["pulled", "4"] for line in lines)
     with torch.no_grad():
         assert mhar_compile.explain(model, torch.randn(50, 8), rewrite="always").pulled == 0
 

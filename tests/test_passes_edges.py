@@ -86,8 +86,10 @@ def test_full(tile: int, window: int | None, options: dict[str, bool]) -> None:
     report, found = check(Chain(full, **options), tile=tile, window=window)
     nodes = count([graph for pair in found.after for graph in pair])
     assert report.sites == report.sources == report.scored == report.pulled == SITES
-    assert report.adds_removed == 3 and not report.left_alone
-    assert not nodes["mhar.route.default"] and not nodes["mhar.route_backward.default"]
+    assert report.adds_removed == 3
+    assert not report.left_alone
+    assert not nodes["mhar.route.default"]
+    assert not nodes["mhar.route_backward.default"]
     assert not nodes["aten.add.Tensor"]
     assert count([graph for pair in found.before for graph in pair])["aten.add.Tensor"] == 3
 
@@ -105,7 +107,8 @@ def delta(self: Chain, x: Tensor) -> Tensor:
 @pytest.mark.parametrize("window", [None, 2])
 def test_delta(options: dict[str, bool], window: int | None) -> None:
     report, found = check(Chain(delta, **options), window=window)
-    assert report.sites == 4 and not report.left_alone
+    assert report.sites == 4
+    assert not report.left_alone
     assert not count([found.after[0][1]])["mhar.route_backward.default"]
 
 
@@ -117,7 +120,8 @@ def used_elsewhere(self: Chain, x: Tensor) -> Tensor:
 def test_a_source_used_elsewhere_keeps_one_add_for_each_use() -> None:
     report, found = check(Chain(used_elsewhere), x=torch.randn(2, 3, WIDTH, dtype=torch.float64, requires_grad=True))
     # x: four sines, which autograd adds up among themselves, and the pull; sources 1: exp and the pull
-    assert report.pulled == 4 and report.adds_removed == 6
+    assert report.pulled == 4
+    assert report.adds_removed == 6
     before, after = (count([graph])["aten.add.Tensor"] for graph in (found.before[0][1], found.after[0][1]))
     assert before - after == 6
     assert after == 5
@@ -201,14 +205,27 @@ def undifferentiated_site(self: Chain, x: Tensor) -> tuple[Tensor, Tensor]:
 @pytest.mark.parametrize("needs_grad", [False, True], ids=["constant input", "input with gradient"])
 @pytest.mark.parametrize(
     "net",
-    [returned, same_shape_views, flattened, listed_twice, shared_query, two_readers, families, towers, skips, slices]
-    + [dead_site, undifferentiated_site],
+    [
+        returned,
+        same_shape_views,
+        flattened,
+        listed_twice,
+        shared_query,
+        two_readers,
+        families,
+        towers,
+        skips,
+        slices,
+        dead_site,
+        undifferentiated_site,
+    ],
     ids=lambda net: net.__name__,
 )
 def test_right_and_rewritten(net: Net, needs_grad: bool) -> None:
     x = torch.randn(2, 3, WIDTH, dtype=torch.float64, requires_grad=needs_grad)
     report, found = check(Chain(net), x=x)
-    assert report.pulled and not report.left_alone
+    assert report.pulled
+    assert not report.left_alone
     assert not count([graph for pair in found.after for graph in pair])["mhar.route_backward.default"]
 
 
@@ -218,7 +235,8 @@ def test_frozen(frozen: str) -> None:
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(frozen not in name)
     report, found = check(model)
-    assert report.pulled and not report.left_alone
+    assert report.pulled
+    assert not report.left_alone
     assert not count([found.after[0][1]])["mhar.route_backward.default"]
 
 
@@ -271,20 +289,23 @@ def query_from_parameters(self: Chain, x: Tensor) -> Tensor:
 
 def test_a_query_computed_from_parameters_moves_up() -> None:
     report, _ = check(Chain(query_from_parameters))
-    assert report.pulled == SITES and not report.left_alone
+    assert report.pulled == SITES
+    assert not report.left_alone
 
 
 @pytest.mark.parametrize("net", [full, delta, listed_twice, dead_site], ids=lambda net: net.__name__)
 def test_inference(net: Net) -> None:
     with torch.no_grad():
         report, found = check(Chain(net, null_source=True, gate=net is delta), tile=2)
-    assert not found.before and not report.left_alone
+    assert not found.before
+    assert not report.left_alone
     assert not count(found.inference)["mhar.route.default"]
 
 
 def test_never_leaves_the_graph_as_it_is() -> None:
     report, found = check(Chain(full), rewrite="never")
-    assert report.bytes_before == report.bytes_after and len(report.left_alone) == SITES
+    assert report.bytes_before == report.bytes_after
+    assert len(report.left_alone) == SITES
     assert count([found.after[0][1]])["mhar.route_backward.default"] == SITES - 1 + 1
 
 

@@ -1,4 +1,4 @@
-"""The decoder's topologies under the passes, pairwise over checkpointing, shapes, dtypes and modes; and random graphs."""
+"""The decoder's topologies under the passes, pairwise over checkpointing, shapes, dtypes, modes; and random graphs."""
 
 from __future__ import annotations
 
@@ -12,11 +12,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
+from torch.fx import Graph
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import mhar_compile
 from mhar_compile import Decoder, DecoderConfig, Router, route
 from mhar_compile.compiler import joint_pass
+from mhar_compile.lowering.report import Report
 from mhar_compile.lowering.tracing import Trace, tracer
 
 FACTORS: list[list[Any]] = [
@@ -107,18 +109,24 @@ def test_topologies(row: tuple[Any, ...]) -> None:
 
     check(row[0], 3, row[1:], compile_with)
     for report in found.reports:
-        assert report.scored and {line.split(": ")[1] for line in report.left_alone} <= {
-            "it has no sources but the null source"
-        }
+        assert report.scored
+        assert {line.split(": ")[1] for line in report.left_alone} <= {"it has no sources but the null source"}
     for forward, backward in found.after:
-        check_recompute(forward, backward, row[1], report.sites - len(report.left_alone))
+        check_recompute(forward, backward, row[1], report)
 
 
-def check_recompute(forward: torch.fx.Graph, backward: torch.fx.Graph, checkpointing: str | None, sites: int) -> None:
-    """Logits are saved and never computed again; mixes are computed again where their region is checkpointed."""
-    first, second = (Counter(str(n.target).split(".")[1] for n in g.nodes if "mhar" in str(n.target)) for g in (forward, backward))
-    assert first["mix"] == sites and not second["score"] and not second["fold"]
-    assert not second["mix"] if checkpointing is None else 0 < second["mix"] <= sites
+def check_recompute(forward: Graph, backward: Graph, checkpointing: str | None, report: Report) -> None:
+    """Logits are saved unless the report says otherwise; mixes of checkpointed regions are computed again."""
+    first, second = (
+        Counter(str(node.target).split(".")[1] for node in graph.nodes if "mhar" in str(node.target))
+        for graph in (forward, backward)
+    )
+    sites = report.sites - len(report.left_alone)
+    assert first["mix"] == sites
+    assert not second["fold"]
+    assert second["score"] == report.rescored
+    assert checkpointing or not report.rescored
+    assert 0 < second["mix"] <= sites if checkpointing else not second["mix"]
 
 
 def inductor(model: nn.Module, dynamic: bool) -> Any:
@@ -196,5 +204,7 @@ def test_drawn_graphs(graph: list[tuple[list[int], str, bool]], window: int | No
             grads = torch.autograd.grad(sum(o.sum() for o in outputs), [x, *model.parameters()], allow_unused=True)
             values.append([*outputs, *(torch.zeros(()) if g is None else g for g in grads)])
         for actual, wanted in zip(*values, strict=True):
-            torch.testing.assert_close(actual.sum() if wanted.dim() == 0 else actual, wanted, rtol=1e-8, atol=1e-8, check_dtype=False)
+            torch.testing.assert_close(
+                actual.sum() if wanted.dim() == 0 else actual, wanted, rtol=1e-8, atol=1e-8, check_dtype=False
+            )
     assert not found.report.left_alone

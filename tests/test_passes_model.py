@@ -48,7 +48,8 @@ def test_bytes_of_the_1b_chain(tile: int, most: float) -> None:
     model, x = Sites(73, 1280, 8).bfloat16(), torch.randn(tokens, 1280).bfloat16().requires_grad_()
     report = mhar_compile.explain(model, x, tile=tile, rewrite="always")
     pairs = 73 * 74 // 2
-    assert report.pulled == 73 and report.adds_removed == pairs - 73
+    assert report.pulled == 73
+    assert report.adds_removed == pairs - 73
     assert report.bytes_after / (pairs * tokens * 1280) <= most
     assert report.bytes_before / (pairs * tokens * 1280) > 10
 
@@ -76,7 +77,8 @@ def test_the_backward_never_holds_more(residual: str, checkpointed: bool, dtype:
     assert report.peak_after <= report.peak_before
     assert bool(report.pulled) == (residual != "delta")  # eight sites over few sources gain nothing
     if residual == "mhar" and checkpointed:
-        assert report.pinned == 6 and report.peak_after < report.peak_before / 2
+        assert report.pinned == 6
+        assert report.peak_after < report.peak_before / 2
 
 
 @pytest.mark.long
@@ -118,7 +120,8 @@ def test_bf16_gradients_are_closer_to_the_truth_than_figure_3() -> None:
         for site, case in ((numerics.plain, chain.to(torch.float64)), (figure3, chain))
     )
     mine = chain_gradients(torch.compile(functools.partial(last_output, numerics.ours), backend=backend), chain)
-    assert found.report.pulled == numerics.SITES and not found.report.left_alone
+    assert found.report.pulled == numerics.SITES
+    assert not found.report.left_alone
     assert numerics.error_ratio(mine, theirs, truth) <= 0.4
 
 

@@ -16,7 +16,9 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
 CASES = [(1, 1, False, False, False), (3, 2, True, False, False), (4, 4, True, True, True), (2, 2, False, True, False)]
 
 
-def site(case: tuple[int, int, bool, bool, bool], dtype: torch.dtype, tokens: tuple[int, ...] = (2, 3)) -> dict[str, Any]:
+def site(
+    case: tuple[int, int, bool, bool, bool], dtype: torch.dtype, tokens: tuple[int, ...] = (2, 3)
+) -> dict[str, Any]:
     count, heads, weight, null, gated = case
     width = 8
 
@@ -51,7 +53,13 @@ def in_steps(s: dict[str, Any], grad_out: Tensor, *, tile: int, eps: float = 1e-
     narrow = grad_out.dtype in (torch.bfloat16, torch.float16)
     keep = narrow and s["gate"] is None
     out, lse, residue = mhar.mix(
-        *([xs[n] for n in new] for xs in (rows, logits, firsts)), 1, s["residual"], s["gate"], *carried, grad_out.dtype, keep
+        *([xs[n] for n in new] for xs in (rows, logits, firsts)),
+        1,
+        s["residual"],
+        s["gate"],
+        *carried,
+        grad_out.dtype,
+        keep,
     )
     if s["gate"] is None:
         coupling, dgate = mhar.coupling(grad_out, out, residue if keep else None, folded.shape[1]), None
