@@ -27,7 +27,7 @@ class Report:
         bytes_after: the same after the passes.
         launches_before: launches of the same.
         launches: launches after the passes.
-        rows_before: rows (one source, or as many bytes) of the sites' tensors alive at the peak of the backward, before.
+        rows_before: rows (a source, or as many bytes) of the sites' tensors alive at the peak of the backward before.
         rows_alive: the same after the passes.
         peak_before: bytes alive at the peak of the whole backward as it stood; only ``explain`` fills it in.
         peak_after: the same after the passes.
