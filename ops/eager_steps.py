@@ -1,7 +1,7 @@
 """The steps that the compiler takes a route apart into, in plain PyTorch; the mathematics is that of ``eager.route``.
 
 A *family* of M sites shares H, eps, width and dtype. Its folded queries are one tensor [M, H, K], a row a site. A
-source is scored once against a run of rows; row r of its logits belongs to site ``first + r``. The null source of a site
+source is scored once against a run of rows; row r of its logits belongs to site ``first + r``. A site's null source
 is a source of shape [d], scored against that site alone. Arithmetic is float32 (float64 for float64 sources).
 """
 
