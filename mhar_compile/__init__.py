@@ -1,6 +1,7 @@
 """Multi-head attention residuals: learned routing over depth, as a compiler-friendly PyTorch operator."""
 
 from pathlib import Path as _Path
+from typing import TYPE_CHECKING as _TYPE_CHECKING
 
 _here = _Path(__file__).parent
 if not (_here / "ops").is_dir():  # a source checkout: ops/ and lowering/ stand beside this folder
@@ -12,5 +13,17 @@ from .decoder import Decoder  # noqa: E402
 from .functional import route  # noqa: E402
 from .router import Router  # noqa: E402
 
-__all__ = ["Decoder", "DecoderConfig", "Router", "ops", "route"]
+if _TYPE_CHECKING:
+    from .compiler import backend, explain, inductor_options
+
+__all__ = ["Decoder", "DecoderConfig", "Router", "backend", "explain", "inductor_options", "ops", "route"]
 __version__ = "0.1.0"
+
+
+def __getattr__(name: str) -> object:
+    """What needs Inductor is imported when it is asked for: ``backend``, ``explain`` and ``inductor_options``."""
+    if name not in ("backend", "explain", "inductor_options"):
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from . import compiler
+
+    return getattr(compiler, name)

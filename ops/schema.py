@@ -11,7 +11,7 @@ from torch._library.autograd import Info, make_autograd_impl
 from torch.autograd import forward_ad
 from torch.utils._pytree import tree_leaves
 
-from . import cuda, eager
+from . import cuda, eager, steps
 from .reference import compute_dtype
 
 ROUTE = (
@@ -29,25 +29,18 @@ FIRST_ORDER = "mhar_compile routes have first-order gradients in reverse mode on
 
 
 def register() -> None:
-    """Define both operators; called once, when the package is imported."""
-    for name, schema, implementation, on_cuda, fake, backward, setup_context in (
-        ("route", ROUTE, eager.route, cuda.route, fake_route, route_gradient, save_for_backward),
-        (
-            "route_backward",
-            ROUTE_BACKWARD,
-            eager.route_backward,
-            cuda.route_backward,
-            fake_route_backward,
-            refuse_double_backward,
-            None,
-        ),
+    """Define the operator, its backward and its steps; called once, when the package is imported."""
+    for name, schema, fake, backward, setup_context in (
+        ("route", ROUTE, fake_route, route_gradient, save_for_backward),
+        ("route_backward", ROUTE_BACKWARD, fake_route_backward, refuse_double_backward, None),
     ):
         LIBRARY.define(name + schema, tags=torch.Tag.pt2_compliant_tag)
-        LIBRARY.impl(name, implementation, "CompositeExplicitAutograd")  # CPU, and every device without kernels
-        LIBRARY.impl(name, on_cuda, "CUDA")
+        LIBRARY.impl(name, getattr(eager, name), "CompositeExplicitAutograd")  # CPU, and every device without kernels
+        LIBRARY.impl(name, getattr(cuda, name), "CUDA")
         LIBRARY.impl(name, differentiable(name, backward, setup_context), "Autograd", with_keyset=True)
         torch.library.register_fake(f"mhar::{name}", fake, lib=LIBRARY)
         torch.library.register_vmap(f"mhar::{name}", refuse_vmap, lib=LIBRARY)
+    steps.register(LIBRARY, refuse_vmap)
 
 
 def differentiable(

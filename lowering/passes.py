@@ -1,0 +1,142 @@
+"""The pass that Inductor runs on the joint graph: pin, then score, pull and tile, family by family."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch._guards import detect_fake_mode
+from torch.fx import Graph, Node
+from torch.fx.node import map_arg
+
+from . import planning
+from .model import Costs
+from .pinning import pin
+from .planning import Plan, Settings
+from .reading import Names, read
+from .report import Report
+from .rewriting import Rewrite
+from .versions import CustomGraphPass, graph_passes, stable_topological_sort
+
+log = logging.getLogger(__name__)
+
+
+class JointPass(CustomGraphPass):
+    """Inductor's ``joint_custom_pre_pass``: the user's own pass first, then ours.
+
+    Args:
+        settings: what the user overrides.
+        sources: files besides this folder's that decide what a graph computes; they enter the cache key.
+        before: the user's own pass, or passes.
+        reports: is called with the report of each graph that has routes.
+    """
+
+    def __init__(
+        self,
+        settings: Settings,
+        *,
+        sources: Iterable[Path] = (),
+        before: Any = None,
+        reports: Callable[[Report], None] | None = None,
+    ) -> None:
+        self.settings = settings
+        self.before = graph_passes(before)
+        self.reports = reports
+        self.key = self.hashed(sources)
+
+    def __call__(self, graph: Graph) -> None:
+        for step in self.before:
+            step(graph)
+        report = Report()
+        if graph.find_nodes(op="call_function", target=torch.ops.mhar.route.default):
+            improve(graph, self.settings, report)
+            if self.reports is not None:
+                self.reports(report)
+
+    def uuid(self) -> Any:
+        """Changes with passes, operators, settings, torch and the user's own pass; None switches caching off."""
+        keys = [step.uuid() if isinstance(step, CustomGraphPass) else None for step in self.before]
+        return None if None in keys else (self.key, *keys)
+
+    def hashed(self, sources: Iterable[Path]) -> str:
+        digest = hashlib.sha256(f"{torch.__version__} {self.settings}".encode())
+        for path in sorted([*Path(__file__).parent.glob("*.py"), *sources]):
+            digest.update(path.read_bytes())
+        return digest.hexdigest()
+
+
+def improve(graph: Graph, settings: Settings, report: Report) -> None:
+    """Rewrite what can be rewritten; whatever goes wrong, the graph stays correct and the report says why."""
+    report.graphs += 1
+    report.pinned += pin(graph)
+    backup = Backup(graph)
+    try:
+        plans = plan_all(graph, settings, report)
+        for plan in plans:
+            mode = detect_fake_mode([node.meta.get("val") for node in graph.nodes])
+            assert mode is not None
+            Rewrite(graph, plan.family, mode).run()
+        if plans:
+            stable_topological_sort(graph)  # what reads a query's gradient moves behind the last pull
+            graph.lint()
+    except Exception as error:  # the compile must go on
+        log.warning("mhar_compile leaves a graph as it is: %s", error, exc_info=True)
+        backup.restore(graph)
+        report.left_alone.append(f"every site of the graph: {type(error).__name__}: {error}")
+        return
+    for plan in plans:
+        report.add(plan)
+
+
+def plan_all(graph: Graph, settings: Settings, report: Report) -> list[Plan]:
+    """A plan for each family that is worth it; the others are reported."""
+    names = Names()
+    routes = graph.find_nodes(op="call_function", target=torch.ops.mhar.route.default)
+    report.sites += len(routes)
+    report.sources += len({source for node in routes for source in names.of_all(node.args[0])})
+    reading = read(graph)
+    report.left_alone += reading.left_alone
+    plans = []
+    for family in planning.families(graph, reading.sites):
+        found = planning.plan(family, settings, Costs()) if (why := refusal(family, settings)) is None else why
+        if isinstance(found, Plan):
+            plans.append(found)
+            continue
+        report.left_alone += [f"{site.node.name}: {found}" for site in family.sites]
+        launches = [*planning.forward_before(family), *planning.backward_before(family)]
+        report.count(launches, launches)
+    return plans
+
+
+def refusal(family: planning.Family, settings: Settings) -> str | None:
+    """Why a family is left alone before it is planned, if it is."""
+    if settings.rewrite == "never":
+        return "rewriting is switched off"
+    if family.sites[0].value.device.type == "cuda":
+        return "the steps of a route have no CUDA kernels yet"
+    return None
+
+
+class Backup:
+    """A copy of a graph, to go back to."""
+
+    def __init__(self, graph: Graph) -> None:
+        self.copy = Graph()
+        self.nodes: dict[Node, Node] = {}
+        self.result = self.copy.graph_copy(graph, self.nodes)
+
+    def restore(self, graph: Graph) -> None:
+        """Give the graph its nodes back; its inputs are the same nodes as before."""
+        inputs = {copy: node for node, copy in self.nodes.items() if node.op == "placeholder"}
+        *others, output = [node for node in graph.nodes if node.op != "placeholder"]
+        for node in (*others, output):
+            node.args, node.kwargs = (), {}
+        for node in others:
+            graph.erase_node(node)
+        with graph.inserting_before(output):
+            graph.graph_copy(self.copy, inputs)
+        output.args = (map_arg(self.result, inputs.__getitem__),)

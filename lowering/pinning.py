@@ -1,0 +1,42 @@
+"""Keeps sources out of recomputation where they leave a checkpointed region."""
+
+from __future__ import annotations
+
+import operator
+
+import torch
+from torch.fx import Graph, Node
+
+from .reading import ALIASES, VIEWS
+from .versions import MUST_SAVE, is_recomputed
+
+
+def pin(graph: Graph) -> int:
+    """Save each tensor that a recomputed site reads from another checkpointed region; returns how many.
+
+    A region that ends in a view (a linear layer on 3-D input does) saves nothing by itself: the partitioner always
+    recomputes views, and with it what they are views of. So the tensor behind the view is saved.
+    """
+    pinned = set()
+    for site in graph.find_nodes(op="call_function", target=torch.ops.mhar.route.default):
+        for source in site.all_input_nodes:
+            if is_recomputed(site) and is_recomputed(source) and region(source) != region(site):
+                pinned.add(source)
+    for source in pinned:
+        save(source)
+    return len(pinned)
+
+
+def region(node: Node) -> object:
+    return node.meta.get("ac_graph_id")
+
+
+def save(node: Node) -> None:
+    """Save a node and what it is a view or a part of."""
+    while True:
+        node.meta["recompute"] = MUST_SAVE
+        base = node.args[0] if node.args else None
+        takes_part = node.target in ALIASES | VIEWS or node.target is operator.getitem
+        if not takes_part or not isinstance(base, Node) or not is_recomputed(base):
+            return
+        node = base

@@ -1,0 +1,479 @@
+"""Decides what to rewrite: families of sites, runs to score, windows and tiles of pulls, all by the model."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from itertools import product
+from typing import Literal
+
+import torch
+from torch.fx import Graph, Node
+
+from . import model
+from .liveness import Buffer, held_beside, sizes
+from .model import Costs, Launch, Shape, Timeline
+from .reading import Site, is_sum, only_user, sum_of
+from .versions import is_recomputed, size_of, symbol
+
+GAP = 2  # unread rows that a run of scored sites may hold, for each row that is read
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What a user may override.
+
+    Attributes:
+        rewrite: "auto" rewrites where the model predicts a gain and no rise of the backward's peak memory, "always" and
+            "never" whatever it predicts.
+        window: sites a window of pulls takes in; None lets the model choose.
+        tile: sources and sites that share a read; 1 switches tiling off, None lets the model choose.
+        slack: by what fraction the backward's peak memory may rise where that saves traffic.
+    """
+
+    rewrite: Literal["auto", "always", "never"] = "auto"
+    window: int | None = None
+    tile: int | None = None
+    slack: float = 0.0
+
+    def __post_init__(self) -> None:
+        if self.rewrite not in ("auto", "always", "never"):
+            raise ValueError(f'rewrite must be "auto", "always" or "never", got {self.rewrite!r}')
+        for name, value in (("window", self.window), ("tile", self.tile)):
+            if value is not None and (not isinstance(value, int) or value < 1):
+                raise ValueError(f"{name} must be a positive int or None, got {value!r}")
+        if not self.slack >= 0:
+            raise ValueError(f"slack must be a fraction >= 0, got {self.slack!r}")
+
+
+@dataclass(eq=False)
+class Run:
+    """A source and the consecutive sites it is scored at in one launch."""
+
+    source: Node
+    first: int
+    count: int
+
+
+@dataclass(eq=False)
+class Sum:
+    """Gradients of one source that are added up: what one chain of pulls can replace."""
+
+    run: Run
+    entries: list[tuple[int, Node | None]]  # site and gradient, in the order of the backward
+
+    @property
+    def sites(self) -> list[int]:
+        return [site for site, _ in self.entries]
+
+
+@dataclass(eq=False)
+class Pull:
+    """A rectangle of sources x sites, pulled when the gradient of its last site has arrived."""
+
+    sums: list[Sum]
+    sites: list[int]
+    carried: list[Pull]
+    wide: list[bool]  # the gradient is carried on in float32
+    last: list[bool]  # the gradient is complete
+
+
+@dataclass(eq=False)
+class Tile:
+    """Consecutive sites whose mixture over older sources is computed at once."""
+
+    sites: list[int]
+    sources: list[Node]
+
+
+@dataclass(eq=False)
+class Family:
+    """Sites that share heads, width, dtype, device and eps; a site's number is its place in ``sites``."""
+
+    sites: list[Site]
+    runs: dict[Node, list[Run]]
+    sums: list[Sum]
+    order: list[int]  # the sites that have a backward, as their gradients arrive
+    shape: Shape
+    beside: list[int]  # bytes that the rest of the graph holds before the sites of ``order``, at each and after each
+    tiles: list[Tile] = field(default_factory=list)
+    pulls: list[Pull] = field(default_factory=list)
+    from_output: set[int] = field(default_factory=set)  # sites whose S is formed from the output
+    rescored: bool = False  # checkpointed sites have their logits computed again
+
+    def run_of(self, source: Node, site: int) -> Run:
+        return next(run for run in self.runs[source] if 0 <= site - run.first < run.count)
+
+    def tile_of(self, site: int) -> Tile | None:
+        return next((tile for tile in self.tiles if site in tile.sites), None)
+
+    def keeps_residue(self, site: int) -> bool:
+        return site in self.from_output and self.sites[site].value.dtype in (torch.bfloat16, torch.float16)
+
+    def saves(self, site: int) -> bool:
+        """Whether a site's results are saved for the backward, not recomputed."""
+        return not is_recomputed(self.sites[site].node)
+
+    def saves_logits(self, run: Run) -> bool:
+        return not self.rescored or any(self.saves(run.first + n) for n in range(run.count))
+
+
+@dataclass
+class Plan:
+    """A family, what to do with it, and what the model says of it."""
+
+    family: Family
+    before: list[Launch]
+    after: list[Launch]
+    peak_before: int
+    peak_after: int
+
+
+def families(graph: Graph, sites: list[Site]) -> list[Family]:
+    """The sites by family."""
+    found: dict[tuple[object, ...], list[Site]] = {}
+    for site in sites:
+        value, eps = site.value, site.eps
+        width = size_of(value.shape[-1])
+        key = (site.heads, width, value.dtype, value.device, eps if isinstance(eps, Node) else float(eps))
+        found.setdefault(key, []).append(site)
+    return [family(graph, members) for members in found.values()]
+
+
+def family(graph: Graph, sites: list[Site]) -> Family:
+    readers: dict[Node, list[int]] = {}
+    for number, site in enumerate(sites):
+        for source in site.sources:
+            readers.setdefault(source, []).append(number)
+    runs = {source: list(runs_of(source, numbers)) for source, numbers in readers.items()}
+    order = sorted((n for n, site in enumerate(sites) if site.backward is not None), key=lambda n: sites[n].backward)  # type: ignore[arg-type,return-value]
+    value = max((site.value for site in sites), key=lambda value: tokens_of(value))
+    tokens, width = tokens_of(value), size_of(value.shape[-1])
+    wide = 8 if value.dtype == torch.float64 else 4
+    shape = Shape(
+        row=tokens * width * value.element_size(),
+        head_row=tokens * sites[0].heads * wide,
+        wide_row=tokens * width * wide,
+        token=tokens * wide,
+        query=width * wide,
+    )
+    result = Family(sites, runs, [], order, shape, [])
+    result.sums = sums_of(result)
+    arrivals = [node for n in order if (node := sites[n].backward) is not None]
+    result.beside = held_beside(graph, arrivals, tensors_of(result)) if order else [0]
+    return result
+
+
+def tensors_of(family: Family) -> set[Buffer]:
+    """The tensors that the timelines count."""
+    found: set[Buffer] = set()
+    for site in family.sites:
+        found |= {(site.node, (n,)) for n in range(1, 4)}
+        for node in (site.grad_out, site.backward, *site.sources):
+            if node is not None:
+                found |= {(node, path) for path, _ in sizes(node.meta["val"])}
+    for total in family.sums:
+        for _, grad in total.entries:
+            node = None if grad is None else only_user(sum_of(grad)[1])
+            while node is not None and is_sum(node):
+                found.add((node, ()))
+                node = only_user(node)
+    return found
+
+
+def tokens_of(value: torch.Tensor) -> int:
+    count = 1
+    for size in value.shape[:-1]:
+        count *= size_of(size)
+    return count
+
+
+def runs_of(source: Node, sites: list[int]) -> Iterator[Run]:
+    """Consecutive sites, small gaps included."""
+    first, last, read = sites[0], sites[0], 1
+    for site in sites[1:]:
+        if site - last - 1 > GAP * read:
+            yield Run(source, first, last - first + 1)
+            first, read = site, 0
+        last, read = site, read + 1
+    yield Run(source, first, last - first + 1)
+
+
+def sums_of(family: Family) -> list[Sum]:
+    """Every gradient that a backward sends, by source and by the chain of additions it enters."""
+    sums: dict[tuple[Run, Node | None], Sum] = {}
+    for number in family.order:
+        site = family.sites[number]
+        for source, grad in zip(site.sources, site.grads, strict=True):
+            if grad is None and not {"query", "key_weight"} & site.parameter_grads.keys():
+                continue
+            run = family.run_of(source, number)
+            end = None if grad is None else end_of(grad)
+            sums.setdefault((run, end), Sum(run, [])).entries.append((number, grad))
+    return list(sums.values())
+
+
+def end_of(grad: Node) -> Node:
+    """Names the chain of additions that a gradient enters; a gradient that enters none names itself."""
+    end, entry = sum_of(grad)
+    user = only_user(entry)
+    return end if user is not None and is_sum(user) else grad
+
+
+def plan(family: Family, settings: Settings, costs: Costs) -> Plan | str:
+    """The cheapest plan whose backward holds no more than the graph as it stands, or why there is none."""
+    before = [*forward_before(family), *backward_before(family)]
+    held = timeline_before(family)
+    limit = max(a + b for a, b in zip(held, family.beside, strict=True)) * (1 + settings.slack)
+    choices = list(candidates(family, settings, limit))
+    if not choices and settings.rewrite == "always":
+        choices = list(candidates(family, settings, math.inf))
+    best: tuple[float, Plan] | None = None
+    for candidate, alive in choices:
+        after = [*forward_after(candidate), *backward_after(candidate)]
+        cost = model.time(after, costs)
+        if best is None or cost < best[0]:
+            best = cost, Plan(candidate, before, after, max(held), max(alive))
+    if best is None:
+        return "the backward's peak memory would rise"
+    if settings.rewrite != "always" and best[0] >= model.time(before, costs):
+        return "the model predicts no gain"
+    return best[1]
+
+
+def candidates(family: Family, settings: Settings, limit: float) -> Iterator[tuple[Family, list[int]]]:
+    """Plans that hold no more than the limit, and what they hold."""
+    from_output = {n for n in family.order if has_saved_output(family.sites[n])}
+    recomputed = any(not family.saves(n) for n in family.order)
+    tiles = [settings.tile] if settings.tile else [8, 1]
+    for tile, outputs, rescored in product(
+        tiles, [from_output, set()][not from_output :], [False, True][: 1 + recomputed]
+    ):
+        choice = replace(family, tiles=list(tiles_of(family, tile)), from_output=outputs, rescored=rescored)
+        found = windowed(choice, settings.window, tile, limit)
+        if found is not None:
+            yield found
+
+
+def windowed(family: Family, window: int | None, tile: int, limit: float) -> tuple[Family, list[int]] | None:
+    """The plan with as few windows as fit: a window ends before the first site at which it would hold too much."""
+    starts = list(range(0, len(family.order), window)) if window else [0]
+    while True:
+        family = replace(family, pulls=pulls_of(family, starts, tile))
+        alive = timeline_after(family)
+        over = next((n for n, (a, b) in enumerate(zip(alive, family.beside, strict=True)) if a + b > limit), None)
+        if over is None:
+            return family, alive
+        place = (over - 1) // 2  # of the site at which, or after which, too much is held
+        if window or place in starts or over == 0:
+            return None
+        starts.append(place)
+
+
+def has_saved_output(site: Site) -> bool:
+    """Whether the output is the mixture, and the backward holds it for something else already."""
+    if not site.plain or site.out is None:
+        return False
+    stack, seen = list(site.out.users), 0
+    while stack and seen < 64:
+        user, seen = stack.pop(), seen + 1
+        if user.meta.get("partitioner_tag") == "is_backward":
+            return True
+        if getattr(user.target, "__name__", "").split(".")[0] in ("alias", "view", "convert_element_type", "_to_copy"):
+            stack.extend(user.users)
+    return False
+
+
+def tiles_of(family: Family, size: int) -> Iterator[Tile]:
+    """Groups of consecutive sites, while their carried mixtures fit in what later sites will hold anyway."""
+    first = 0
+    while size > 1 and first < len(family.sites):
+        tile = next((tile for k in (size, size // 2, size // 4) if (tile := tile_at(family, first, k))), None)
+        if tile:
+            yield tile
+        first += len(tile.sites) if tile else 1
+
+
+def tile_at(family: Family, first: int, count: int) -> Tile | None:
+    sites = family.sites[first : first + count]
+    if count < 2 or len(sites) < count or any(is_recomputed(site.node) for site in sites):
+        return None
+    if any([symbol(s) for s in site.value.shape] != [symbol(s) for s in sites[0].value.shape] for site in sites):
+        return None
+    counts = [Counter(site.sources) for site in sites]
+    common = [source for source in counts[0] if all(counter[source] == 1 for counter in counts)]
+    ratio = family.shape.wide_row / family.shape.row
+    later = family.sites[first:]
+    room = len(later) if sites[0].backward else max(len(site.sources) for site in later) - len(sites[0].sources)
+    if len(common) * (count - 1) <= 2 * ratio * count or ratio * count > room:
+        return None
+    return Tile(list(range(first, first + count)), common)
+
+
+def pulls_of(family: Family, starts: list[int], tile: int) -> list[Pull]:
+    """All pulls, in the order of their last sites' gradients. Windows start at these places of ``family.order``."""
+    place = {site: at for at, site in enumerate(family.order)}
+    windows: dict[int, list[tuple[Sum, list[int]]]] = {}
+    for total in family.sums:
+        parts: dict[int, list[int]] = {}
+        for site in total.sites:
+            parts.setdefault(sum(start <= place[site] for start in starts), []).append(site)
+        for number, sites in parts.items():
+            windows.setdefault(number, []).append((total, sites))
+    pulls: list[Pull] = []
+    carried: dict[Sum, Pull] = {}
+    for number in sorted(windows):
+        parts_here = windows[number]
+        while parts_here:
+            parts_here.sort(key=lambda part: place[part[1][-1]])
+            rectangle, parts_here = take(parts_here, carried, tile, family.shape)
+            pulls.append(rectangle)
+            carried.update((total, rectangle) for total in rectangle.sums)
+    return sorted(pulls, key=lambda pull: place[pull.sites[-1]])
+
+
+def take(
+    parts: list[tuple[Sum, list[int]]], carried: dict[Sum, Pull], tile: int, shape: Shape
+) -> tuple[Pull, list[tuple[Sum, list[int]]]]:
+    """The next rectangle: the source that completes first, and others that share its sites; and what is left."""
+    (head, sites), *others = parts
+    worth = 2 * shape.wide_row < len(sites) * shape.row  # carrying a gradient on costs a write and a read of it
+    members, rest, left = [head], [], []
+    for total, mine in others:
+        joins = len(members) < tile and (total in carried) == (head in carried) and mine[: len(sites)] == sites
+        if joins and (len(mine) == len(sites) or worth):
+            members.append(total)
+            if len(mine) > len(sites):
+                rest.append((total, mine[len(sites) :]))
+        else:
+            left.append((total, mine))
+    unfinished = {total for total, _ in rest}
+    done = [total not in unfinished and sites[-1] == total.sites[-1] for total in members]
+    before = [carried[total] for total in members] if head in carried else []
+    pull = Pull(members, sites, before, [total in unfinished for total in members], done)
+    return pull, rest + left
+
+
+def forward_before(family: Family) -> Iterator[Launch]:
+    for site in family.sites:
+        yield model.route(family.shape, len(site.sources), site.residual is not None)
+
+
+def backward_before(family: Family) -> Iterator[Launch]:
+    for number in family.order:
+        yield model.route_backward(family.shape, len(family.sites[number].sources))
+    for _ in range(adds_of(family)):
+        yield model.add(family.shape)
+
+
+def adds_of(family: Family) -> int:
+    """Additions of gradients that the pulls make needless."""
+    return sum(len(total.entries) - 1 for total in family.sums if total.entries[0][1] is not None)
+
+
+def forward_after(family: Family) -> Iterator[Launch]:
+    shape = family.shape
+    for runs in family.runs.values():
+        yield from (model.score(shape, run.count) for run in runs)
+    for tile in family.tiles:
+        yield model.mix_tile(shape, len(tile.sources), len(tile.sites))
+    for number, site in enumerate(family.sites):
+        tile_here = family.tile_of(number)
+        count = len(site.sources) - (len(tile_here.sources) if tile_here else 0)
+        yield model.mix(shape, count, site.residual is not None, tile_here is not None, family.keeps_residue(number))
+
+
+def backward_after(family: Family) -> Iterator[Launch]:
+    shape = family.shape
+    for number in family.order:
+        count = 0 if number in family.from_output else len(family.sites[number].sources)
+        yield model.coupling(shape, count, family.keeps_residue(number))
+    for pull in family.pulls:
+        results = sum(shape.wide_row if wide else shape.row for wide in pull.wide)
+        carried = sum(
+            gradient_bytes(shape, before, total) for total, before in zip(pull.sums, pull.carried, strict=False)
+        )
+        yield model.pull(shape, len(pull.sums), len(pull.sites), carried, results)
+
+
+def timeline_before(family: Family) -> list[int]:
+    """Bytes of the sites' tensors alive in the backward of the graph as it stands."""
+    line, shape, arrived = Timeline(), family.shape, {}
+    for number in family.order:
+        count = len(family.sites[number].sources)
+        line.site()
+        now = arrived[number] = line.launch()
+        line.alive(0 if family.saves(number) else now, now, (count + 1) * shape.head_row + count * shape.token)
+        line.alive(now, now, (count + 1) * shape.row)  # its results and the gradient it reads
+        line.rest()
+    for total in family.sums:
+        if total.entries[0][1] is not None and len(total.entries) > 1:
+            line.alive(arrived[total.sites[0]], arrived[total.sites[-1]], shape.row)
+    keep_sources(line, shape, [(total.run, arrived[total.sites[-1]]) for total in family.sums])
+    return line.peaks()
+
+
+def timeline_after(family: Family) -> list[int]:
+    """Bytes of the sites' tensors alive in the backward of a plan."""
+    line, shape = Timeline(), family.shape
+    arrived: dict[int, int] = {}
+    site_ends: dict[int, int] = {}
+    run_ends: dict[Run, int] = {}
+    made: dict[tuple[Pull, Sum], int] = {}
+    pulls = iter([*family.pulls, None])
+    pull = next(pulls)
+    for number in family.order:
+        line.site()
+        now = arrived[number] = site_ends[number] = line.launch()
+        line.alive(held_from(family, number, arrived), now, kept_bytes(family, number))
+        while pull is not None and pull.sites[-1] == number:
+            now = line.launch()
+            site_ends.update((site, now) for site in pull.sites)
+            run_ends.update((total.run, now) for total in pull.sums)
+            made.update(((pull, total), now) for total in pull.sums)
+            line.alive(now, now, shape.row * sum(pull.last))
+            line.alive(now, math.inf, shape.query * len(pull.sites))
+            for total, before in zip(pull.sums, pull.carried, strict=False):
+                line.alive(made[before, total], now, gradient_bytes(shape, before, total))
+            pull = next(pulls)
+        line.rest()
+    for number, end in site_ends.items():
+        line.alive(arrived[number], end, shape.row + shape.head_row)  # the gradient and S
+        line.alive(0 if family.saves(number) else arrived[number], end, shape.head_row)
+    first = min(arrived.values(), default=0)  # by then every recomputed site needs logits of all its sources
+    for run, end in run_ends.items():
+        line.alive(0 if family.saves_logits(run) else first, end, run.count * shape.head_row + shape.token)
+    keep_sources(line, shape, list(run_ends.items()))
+    return line.peaks()
+
+
+def kept_bytes(family: Family, number: int) -> int:
+    """What forming S from the output holds: the residue, and the output where checkpointing would have dropped it."""
+    if not family.keeps_residue(number):
+        return 0
+    return family.shape.residue + (0 if family.saves(number) else family.shape.row)
+
+
+def held_from(family: Family, number: int, arrived: dict[int, int]) -> int:
+    """The launch after which a site's results are there: recomputed ones once the backward reaches their region."""
+    if family.saves(number):
+        return 0
+    mine = family.sites[number].node.meta.get("ac_graph_id")
+    later = [at for other, at in arrived.items() if family.sites[other].node.meta.get("ac_graph_id") != mine]
+    return max(later, default=0)
+
+
+def gradient_bytes(shape: Shape, pull: Pull, total: Sum) -> int:
+    """The size of a gradient that a pull hands on."""
+    return shape.wide_row if pull.wide[pull.sums.index(total)] else shape.row
+
+
+def keep_sources(line: Timeline, shape: Shape, ends: list[tuple[Run, int]]) -> None:
+    """Sources stand until they are read last."""
+    last: dict[Node, int] = {}
+    for run, end in ends:
+        last[run.source] = max(end, last.get(run.source, 0))
+    for end in last.values():
+        line.alive(0, end, shape.row)

@@ -1,0 +1,286 @@
+"""Carries out a plan: routes become scores and mixes, their backwards couplings and pulls."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx import Graph, Node
+from torch.fx.node import map_arg
+
+from .planning import Family, Pull, Run, Sum, Tile
+from .reading import ALIASES, VIEWS, Site, cone, only_user, sum_of
+from .versions import MUST_SAVE
+
+mhar = torch.ops.mhar
+TAGS = ("recompute", "ac_graph_id", "partitioner_tag", "stack_trace", "nn_module_stack", "seq_nr")
+
+
+class Writer:
+    """Adds nodes to a graph, each with the value and the tags that the compiler expects of it."""
+
+    def __init__(self, graph: Graph, mode: FakeTensorMode) -> None:
+        self.graph = graph
+        self.mode = mode
+
+    def call(self, target: Callable[..., Any], args: tuple[Any, ...], like: Node, *, saved: bool = False) -> Node:
+        """A call at the insertion point, tagged as ``like``; a saved one is kept for the backward."""
+        node = self.graph.call_function(target, args)
+        with self.mode, torch.no_grad():
+            node.meta["val"] = target(*map_arg(args, lambda arg: arg.meta["val"]))
+        node.meta.update({tag: like.meta[tag] for tag in TAGS if tag in like.meta})
+        if saved:
+            node.meta["recompute"] = MUST_SAVE
+            node.meta.pop("ac_graph_id", None)  # it belongs to no region
+        return node
+
+    def part(self, node: Node, *path: int) -> Node:
+        """One result of a node."""
+        for index in path:
+            value, tags = node.meta["val"][index], {tag: node.meta[tag] for tag in TAGS if tag in node.meta}
+            node = self.graph.call_function(operator.getitem, (node, index))
+            node.meta.update(tags, val=value)
+        return node
+
+
+class Rewrite:
+    """One family being rewritten."""
+
+    def __init__(self, graph: Graph, family: Family, mode: FakeTensorMode) -> None:
+        self.graph, self.family, self.write = graph, family, Writer(graph, mode)
+        self.folded: Node | None = None
+        self.scores: dict[Run, tuple[Node, Node]] = {}  # logits and rstd
+        self.nulls: dict[int, tuple[Node, Node, Node]] = {}  # null source, logits, rstd
+        self.tiles: dict[Tile, Node] = {}
+        self.mixes: dict[int, tuple[Node, Node, Node | None]] = {}  # output, log-sum-exp, residue
+        self.couplings: dict[int, Node] = {}
+        self.made: dict[tuple[Pull, Sum], Node] = {}
+        self.partials: list[tuple[Node, list[int]]] = []  # gradients of folded queries, and their sites
+
+    def run(self) -> None:
+        self.fold()
+        for number, site in enumerate(self.family.sites):
+            self.forward(number, site)
+        pulls = iter([*self.family.pulls, None])
+        pull = next(pulls)
+        for number in self.family.order:
+            self.backward(number, self.family.sites[number])
+            while pull is not None and pull.sites[-1] == number:
+                self.pull(pull)
+                pull = next(pulls)
+        self.unfold()
+        self.erase()
+
+    def fold(self) -> None:
+        """All the folded queries, at the top of the graph; what they are computed from moves there too."""
+        sites = self.family.sites
+        parameters = [p for site in sites for p in (site.query, site.key_weight) if p is not None]
+        anchor = next(node for node in self.graph.nodes if node.op not in ("placeholder", "get_attr"))
+        for node in sorted({node for parameter in parameters for node in cone(parameter)}):
+            if node is anchor:
+                anchor = anchor.next
+            anchor.prepend(node)
+        wide = torch.float64 if sites[0].value.dtype == torch.float64 else torch.float32
+        with self.graph.inserting_before(anchor):
+            args = ([site.query for site in sites], [site.key_weight for site in sites], wide)
+            self.folded = self.write.call(mhar.fold.default, args, sites[0].node, saved=True)
+        self.top = self.folded
+
+    def score(self, run: Run, site: Site) -> tuple[Node, Node]:
+        """Logits and rstd of a source, computed where it is born."""
+        source, first, count = run.source, run.first, run.count
+        born = self.top if source.op in ("placeholder", "get_attr") or source < self.top else source
+        with self.graph.inserting_after(last_part(born)):
+            args = (source, self.folded, first, count, site.eps)
+            node = self.write.call(mhar.score.default, args, site.node, saved=self.family.saves_logits(run))
+            node.meta.pop("ac_graph_id", None)  # several regions may read it
+        with self.graph.inserting_after(node):
+            rstd = self.write.part(node, 1)
+            return self.write.part(node, 0), rstd
+
+    def scored(self, site: int, sources: list[Node]) -> list[tuple[Node, Run]]:
+        """The logits of sources and the runs they are of."""
+        found = []
+        for source in sources:
+            run = self.family.run_of(source, site)
+            if run not in self.scores:
+                self.scores[run] = self.score(run, self.family.sites[site])
+            found.append((self.scores[run][0], run))
+        return found
+
+    def forward(self, number: int, site: Site) -> None:
+        tile = self.family.tile_of(number)
+        sources = [source for source in site.sources if tile is None or source not in tile.sources]
+        scored = self.scored(number, sources)
+        carried: tuple[Node | None, Node | None] = (None, None)
+        if tile is not None:
+            carried = self.tile(tile, number, site)
+        logits, firsts = [x for x, _ in scored], [run.first for _, run in scored]
+        with self.graph.inserting_before(site.node):
+            if site.null_source is not None:
+                null = self.null(number, site)
+                sources, logits, firsts = [null[0], *sources], [null[1], *logits], [number, *firsts]
+            keep = self.family.keeps_residue(number)
+            args = (sources, logits, firsts, number, site.residual, site.gate, *carried, site.value.dtype, keep)
+            node = self.write.call(mhar.mix.default, args, site.node)
+            out, lse = self.write.part(node, 0), self.write.part(node, 1)
+            self.mixes[number] = out, lse, self.write.part(node, 2) if keep else None
+        if site.out is not None:
+            site.out.replace_all_uses_with(out)
+
+    def null(self, number: int, site: Site) -> tuple[Node, Node, Node]:
+        """The null source in the sources' dtype, its logits and its rstd."""
+        null, dtype = site.null_source, site.value.dtype
+        assert null is not None
+        if null.meta["val"].dtype != dtype:
+            null = self.write.call(torch.ops.prims.convert_element_type.default, (null, dtype), site.node)
+        node = self.write.call(mhar.score.default, (null, self.folded, number, 1, site.eps), site.node, saved=True)
+        self.nulls[number] = null, self.write.part(node, 0), self.write.part(node, 1)
+        return self.nulls[number]
+
+    def tile(self, tile: Tile, number: int, site: Site) -> tuple[Node, Node]:
+        """The mixture of a site over the older sources of its tile, and its log-sum-exp."""
+        if tile not in self.tiles:
+            scored = self.scored(number, tile.sources)
+            args = (tile.sources, [x for x, _ in scored], [run.first for _, run in scored], tile.sites)
+            with self.graph.inserting_before(site.node):
+                self.tiles[tile] = self.write.call(mhar.mix_tile.default, args, site.node)
+        at = tile.sites.index(number)
+        with self.graph.inserting_before(site.node):
+            return self.write.part(self.tiles[tile], 0, at), self.write.part(self.tiles[tile], 1, at)
+
+    def backward(self, number: int, site: Site) -> None:
+        """S of a site as its gradient arrives, with the gradients of its gate and null source."""
+        assert site.backward is not None
+        out, lse, residue = self.mixes[number]
+        with self.graph.inserting_before(site.backward):
+            if number in self.family.from_output:
+                args: tuple[Any, ...] = (site.grad_out, out, residue, site.heads)
+                self.couplings[number] = self.write.call(mhar.coupling.default, args, site.backward)
+            else:
+                scored = self.scored(number, site.sources)
+                sources, logits, firsts = site.sources, [x for x, _ in scored], [run.first for _, run in scored]
+                if number in self.nulls:
+                    null, null_logits, _ = self.nulls[number]
+                    sources, logits, firsts = [null, *sources], [null_logits, *logits], [number, *firsts]
+                args = (site.grad_out, sources, logits, firsts, number, lse, site.gate)
+                node = self.write.call(mhar.coupling_from_sources.default, args, site.backward)
+                self.couplings[number] = self.write.part(node, 0)
+                if "gate" in site.parameter_grads:
+                    site.parameter_grads["gate"].replace_all_uses_with(self.write.part(node, 1))
+            if number in self.nulls and {"query", "key_weight", "null_source"} & site.parameter_grads.keys():
+                self.pull_null(number, site)
+
+    def pull_null(self, number: int, site: Site) -> None:
+        null, logits, rstd = self.nulls[number]
+        args = ([null], [rstd], [logits], [number], *self.arrived([number]), self.folded, [], [True])
+        assert site.backward is not None
+        node = self.write.call(mhar.pull.default, args, site.backward)
+        self.partials.append((self.write.part(node, 1), [number]))
+        if "null_source" in site.parameter_grads:
+            grad, wanted = self.write.part(node, 0, 0), site.parameter_grads["null_source"]
+            dtype = wanted.meta["val"].dtype
+            if grad.meta["val"].dtype != dtype:
+                grad = self.write.call(torch.ops.prims.convert_element_type.default, (grad, dtype), site.backward)
+            wanted.replace_all_uses_with(grad)
+
+    def arrived(self, sites: list[int]) -> tuple[Any, ...]:
+        """What pulls read of their sites: numbers, gradients, log-sum-exps, S and gates."""
+        of = self.family.sites
+        return (
+            sites,
+            [of[site].grad_out for site in sites],
+            [self.mixes[site][1] for site in sites],
+            [self.couplings[site] for site in sites],
+            [of[site].gate for site in sites],
+        )
+
+    def pull(self, pull: Pull) -> None:
+        runs = [total.run for total in pull.sums]
+        scores = [self.scores[run] for run in runs]
+        carried = [self.made[before, total] for total, before in zip(pull.sums, pull.carried, strict=False)]
+        args = (
+            [run.source for run in runs],
+            [rstd for _, rstd in scores],
+            [logits for logits, _ in scores],
+            [run.first for run in runs],
+            *self.arrived(pull.sites),
+            self.folded,
+            carried,
+            pull.wide,
+        )
+        anchor = self.family.sites[pull.sites[-1]].backward
+        assert anchor is not None
+        with self.graph.inserting_before(anchor):
+            node = self.write.call(mhar.pull.default, args, anchor)
+            self.partials.append((self.write.part(node, 1), pull.sites))
+            for n, (total, last) in enumerate(zip(pull.sums, pull.last, strict=True)):
+                grads = [grad for _, grad in total.entries if grad is not None]
+                if not grads:
+                    if not last:
+                        self.made[pull, total] = self.write.part(node, 0, n)
+                    continue
+                self.made[pull, total] = self.write.part(node, 0, n)
+                if last:
+                    take_place(grads, self.made[pull, total])
+
+    def unfold(self) -> None:
+        """The gradients of the queries and key weights, once every pull has been made."""
+        sites = self.family.sites
+        wanted = [
+            (n, name) for n in self.family.order for name in ("query", "key_weight") if name in sites[n].parameter_grads
+        ]
+        if not wanted or not self.partials:
+            return
+        last = sites[self.family.order[-1]].backward
+        assert last is not None
+        args = (
+            [partial for partial, _ in self.partials],
+            [site for _, rows in self.partials for site in rows],
+            [site.query for site in sites],
+            [site.key_weight for site in sites],
+        )
+        with self.graph.inserting_before(last):
+            node = self.write.call(mhar.unfold.default, args, last)
+            for number, name in wanted:
+                grad = self.write.part(node, name == "key_weight", number)
+                sites[number].parameter_grads[name].replace_all_uses_with(grad)
+
+    def erase(self) -> None:
+        """Remove the routes and their backwards, of which nothing is read any more."""
+        for site in reversed(self.family.sites):
+            for node in (site.backward, site.node):
+                if node is not None:
+                    erase_with_users(self.graph, node)
+
+
+def take_place(grads: list[Node], pulled: Node) -> None:
+    """Put the pulled gradient where the last of the gradients stood, and take the others out of their additions."""
+    *others, last = grads
+    for grad in others:
+        _, entry = sum_of(grad)
+        total = only_user(entry)
+        assert total is not None
+        one, other = total.args
+        total.replace_all_uses_with(other if one is entry else one)  # type: ignore[arg-type]
+        total.graph.erase_node(total)
+    last.replace_all_uses_with(pulled)
+
+
+def last_part(node: Node) -> Node:
+    """The node after which new ones may stand: the last of the getitems that follow a node at once."""
+    while node.next.target is operator.getitem and node.next.args[0] is node:
+        return node.next
+    return node
+
+
+def erase_with_users(graph: Graph, node: Node) -> None:
+    """Erase a node and the parts and views taken from it, none of which anything else may read."""
+    for user in list(node.users):
+        if user.target is not operator.getitem and user.target not in ALIASES | VIEWS:
+            raise RuntimeError(f"{user.name} still reads {node.name}")
+        erase_with_users(graph, user)
+    graph.erase_node(node)

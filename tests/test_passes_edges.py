@@ -1,0 +1,315 @@
+"""Graphs of every kind that the passes may meet: rewritten or left alone, the numbers stay those of eager float64."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.fx import Graph
+
+from mhar_compile import Router, route
+from mhar_compile.compiler import joint_pass
+from mhar_compile.lowering.report import Report
+from mhar_compile.lowering.tracing import Trace, tracer
+
+WIDTH, HEADS, SITES = 8, 2, 4
+Net = Callable[["Chain", Tensor], Any]
+
+
+class Chain(nn.Module):
+    """Parameters for a few sites and sublayers; ``net`` says how they are put together."""
+
+    def __init__(self, net: Net, **router: Any) -> None:
+        super().__init__()
+        self.net = net
+        self.routers = nn.ModuleList(Router(WIDTH, HEADS, **router) for _ in range(SITES))
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(SITES))
+        for parameter in self.parameters():
+            nn.init.normal_(parameter)
+        self.double()
+
+    def forward(self, x: Tensor) -> Any:
+        return self.net(self, x)
+
+
+def call(model: Callable[..., Any], leaves: list[Tensor], x: Tensor) -> list[Tensor]:
+    """Outputs, and the gradients of the leaves that need one; a leaf without a gradient counts as zero."""
+    outputs = model(x)
+    outputs = list(outputs) if isinstance(outputs, (tuple, list)) else [outputs]
+    needed = [leaf for leaf in leaves if leaf.requires_grad]
+    if not torch.is_grad_enabled():
+        return outputs
+    loss = sum((out * out.detach().cos()).sum() for out in outputs if out.requires_grad)
+    grads = torch.autograd.grad(loss, needed, allow_unused=True)
+    return outputs + [torch.zeros_like(p) if g is None else g for p, g in zip(needed, grads, strict=True)]
+
+
+def check(model: Chain, *, x: Tensor | None = None, **settings: Any) -> tuple[Report, Trace]:
+    """Passed = eager, in float64, and twice the same bits; returns what the passes say and the graphs."""
+    x = torch.randn(2, 3, WIDTH, dtype=torch.float64) if x is None else x
+    leaves = [*model.parameters(), x]
+    expected = call(model, leaves, x)
+    found = Trace()
+    torch._dynamo.reset()
+    passes = joint_pass(reports=found.reports.append, **{"rewrite": "always", **settings})
+    compiled = torch.compile(model, backend=tracer(found, passes), fullgraph=True)
+    got = call(compiled, leaves, x)
+    for actual, wanted in zip(got, expected, strict=True):
+        torch.testing.assert_close(actual, wanted, rtol=1e-9, atol=1e-9)
+    assert all(torch.equal(a, b) for a, b in zip(got, call(compiled, leaves, x), strict=True))
+    return found.report, found
+
+
+def count(graphs: list[Graph]) -> Counter[str]:
+    return Counter(str(node.target) for graph in graphs for node in graph.nodes if node.op == "call_function")
+
+
+def sublayers(self: Chain, x: Tensor, read: Callable[[int, list[Tensor]], Tensor]) -> list[Tensor]:
+    sources = [x]
+    for n, layer in enumerate(self.layers):
+        sources.append(layer(read(n, sources)).tanh())
+    return sources
+
+
+def full(self: Chain, x: Tensor) -> Tensor:
+    return sublayers(self, x, lambda n, sources: self.routers[n](sources))[-1]
+
+
+@pytest.mark.parametrize("tile", [1, 2, 8])
+@pytest.mark.parametrize("window", [None, 1, 2])
+@pytest.mark.parametrize("options", [{}, {"null_source": True}], ids=str)
+def test_full(tile: int, window: int | None, options: dict[str, bool]) -> None:
+    report, found = check(Chain(full, **options), tile=tile, window=window)
+    nodes = count([graph for pair in found.after for graph in pair])
+    assert report.sites == report.sources == report.scored == report.pulled == SITES
+    assert report.adds_removed == 3
+    assert not report.left_alone
+    assert not nodes["mhar.route.default"]
+    assert not nodes["mhar.route_backward.default"]
+    assert not nodes["aten.add.Tensor"]
+    assert count([graph for pair in found.before for graph in pair])["aten.add.Tensor"] == 3
+
+
+def delta(self: Chain, x: Tensor) -> Tensor:
+    hidden, blocks = x, [x]
+    for n, layer in enumerate(self.layers):
+        out = layer(self.routers[n](blocks, residual=hidden)).tanh()
+        hidden = hidden + out
+        blocks = [*blocks[:-1], blocks[-1] + out] if n % 2 else [*blocks, out]
+    return hidden
+
+
+@pytest.mark.parametrize("options", [{}, {"gate": True}, {"null_source": True, "gate": True}], ids=str)
+@pytest.mark.parametrize("window", [None, 2])
+def test_delta(options: dict[str, bool], window: int | None) -> None:
+    report, found = check(Chain(delta, **options), window=window)
+    assert report.sites == 4
+    assert not report.left_alone
+    assert not count([found.after[0][1]])["mhar.route_backward.default"]
+
+
+def used_elsewhere(self: Chain, x: Tensor) -> Tensor:
+    sources = sublayers(self, x, lambda n, sources: self.routers[n](sources) + sources[0].sin())
+    return sources[-1] + sources[1].exp()
+
+
+def test_a_source_used_elsewhere_keeps_one_add_for_each_use() -> None:
+    report, found = check(Chain(used_elsewhere), x=torch.randn(2, 3, WIDTH, dtype=torch.float64, requires_grad=True))
+    # x: four sines, which autograd adds up among themselves, and the pull; sources 1: exp and the pull
+    assert report.pulled == 4
+    assert report.adds_removed == 6
+    before, after = (count([graph])["aten.add.Tensor"] for graph in (found.before[0][1], found.after[0][1]))
+    assert before - after == 6
+    assert after == 5
+
+
+def returned(self: Chain, x: Tensor) -> tuple[Tensor, ...]:
+    return tuple(sublayers(self, x, lambda n, sources: self.routers[n](sources)))
+
+
+def same_shape_views(self: Chain, x: Tensor) -> Tensor:
+    return sublayers(self, x, lambda n, sources: self.routers[n]([s.view(s.shape) for s in sources]))[-1]
+
+
+def flattened(self: Chain, x: Tensor) -> Tensor:
+    def read(n: int, sources: list[Tensor]) -> Tensor:
+        return self.routers[n]([s.flatten(0, 1) for s in sources]).view(x.shape)
+
+    return sublayers(self, x, read)[-1]
+
+
+def listed_twice(self: Chain, x: Tensor) -> Tensor:
+    return sublayers(self, x, lambda n, sources: self.routers[n]([*sources, sources[0]]))[-1]
+
+
+def shared_query(self: Chain, x: Tensor) -> Tensor:
+    return sublayers(self, x, lambda n, sources: self.routers[0](sources))[-1]
+
+
+def two_readers(self: Chain, x: Tensor) -> Tensor:
+    """Every sublayer reads two sites over the same sources, as grouped queries, keys and values do."""
+
+    def read(n: int, sources: list[Tensor]) -> Tensor:
+        return self.routers[n](sources) * route(sources, self.routers[n].query.flip(0), eps=1e-6)
+
+    return sublayers(self, x, read)[-1]
+
+
+def families(self: Chain, x: Tensor) -> Tensor:
+    """Sites of several head counts and eps over the same sources."""
+
+    def read(n: int, sources: list[Tensor]) -> Tensor:
+        wide = route(sources, self.routers[n].query.view(1, WIDTH), eps=1e-5)
+        return self.routers[n](sources) + wide
+
+    return sublayers(self, x, read)[-1]
+
+
+def towers(self: Chain, x: Tensor) -> Tensor:
+    left, right = [x], [x.cos()]
+    for n in range(0, SITES, 2):
+        left.append(self.layers[n](self.routers[n](left)))
+        right.append(self.layers[n + 1](self.routers[n + 1](right)))
+    return left[-1] * right[-1]
+
+
+def skips(self: Chain, x: Tensor) -> Tensor:
+    """Each site reads the first source and the last: the first is read by all, the others by one."""
+    return sublayers(self, x, lambda n, s: self.routers[n](s if len(s) == 1 else [s[0], s[-1]]))[-1]
+
+
+def slices(self: Chain, x: Tensor) -> Tensor:
+    """Sources that are slices of a wider tensor, strided rows."""
+    wide = torch.cat([x, x.sin(), x.cos()], -1)
+    return sublayers(self, x, lambda n, s: self.routers[n]([*s, wide[..., WIDTH : 2 * WIDTH]]))[-1]
+
+
+def dead_site(self: Chain, x: Tensor) -> Tensor:
+    def read(n: int, sources: list[Tensor]) -> Tensor:
+        route(sources, self.routers[n].query.cos())
+        return self.routers[n](sources)
+
+    return sublayers(self, x, read)[-1]
+
+
+def undifferentiated_site(self: Chain, x: Tensor) -> tuple[Tensor, Tensor]:
+    """One site's output is returned without a gradient."""
+    sources = sublayers(self, x, lambda n, sources: self.routers[n](sources))
+    return sources[-1], route(sources, self.routers[0].query).detach()
+
+
+@pytest.mark.parametrize("needs_grad", [False, True], ids=["constant input", "input with gradient"])
+@pytest.mark.parametrize(
+    "net",
+    [
+        returned,
+        same_shape_views,
+        flattened,
+        listed_twice,
+        shared_query,
+        two_readers,
+        families,
+        towers,
+        skips,
+        slices,
+        dead_site,
+        undifferentiated_site,
+    ],
+    ids=lambda net: net.__name__,
+)
+def test_right_and_rewritten(net: Net, needs_grad: bool) -> None:
+    x = torch.randn(2, 3, WIDTH, dtype=torch.float64, requires_grad=needs_grad)
+    report, found = check(Chain(net), x=x)
+    assert report.pulled
+    assert not report.left_alone
+    assert not count([graph for pair in found.after for graph in pair])["mhar.route_backward.default"]
+
+
+@pytest.mark.parametrize("frozen", ["query", "key_weight", "layers", "routers"])
+def test_frozen(frozen: str) -> None:
+    model = Chain(full)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(frozen not in name)
+    report, found = check(model)
+    assert report.pulled
+    assert not report.left_alone
+    assert not count([found.after[0][1]])["mhar.route_backward.default"]
+
+
+def activation_query(self: Chain, x: Tensor) -> Tensor:
+    def read(n: int, sources: list[Tensor]) -> Tensor:
+        query = sources[-1].mean((0, 1)).view(HEADS, -1) if n == 2 else self.routers[n].query
+        return route(sources, query, key_weight=self.routers[n].key_weight)
+
+    return sublayers(self, x, read)[-1]
+
+
+def weights_read(self: Chain, x: Tensor) -> tuple[Tensor, Tensor]:
+    sources = sublayers(self, x, lambda n, sources: self.routers[n](sources))
+    out, weights = route(sources, self.routers[0].query, return_weights=True)
+    return out, weights
+
+
+def null_alone(self: Chain, x: Tensor) -> Tensor:
+    def read(n: int, s: list[Tensor]) -> Tensor:
+        return self.routers[n]([] if n == 0 else s, residual=s[-1])
+
+    return sublayers(self, x, read)[-1]
+
+
+@pytest.mark.parametrize(
+    ("net", "options", "reason"),
+    [
+        (activation_query, {}, "its query or key weight depends on an activation"),
+        (weights_read, {}, "its weights are read"),
+        (null_alone, {"null_source": True}, "it has no sources but the null source"),
+    ],
+)
+def test_right_and_left_alone(net: Net, options: dict[str, bool], reason: str) -> None:
+    report, found = check(Chain(net, **options))
+    (line,) = report.left_alone
+    assert line.endswith(reason)
+    assert report.pulled
+    assert count([graph for pair in found.after for graph in pair])["mhar.route.default"] == 1
+
+
+def query_from_parameters(self: Chain, x: Tensor) -> Tensor:
+    """Queries that are computed, but from parameters alone; the computation stands after the first sources."""
+
+    def read(n: int, sources: list[Tensor]) -> Tensor:
+        query = (self.routers[n].query @ self.layers[n].weight[:4, :4]).tanh()
+        return route(sources, query, key_weight=self.routers[n].key_weight.exp())
+
+    return sublayers(self, x, read)[-1]
+
+
+def test_a_query_computed_from_parameters_moves_up() -> None:
+    report, _ = check(Chain(query_from_parameters))
+    assert report.pulled == SITES
+    assert not report.left_alone
+
+
+@pytest.mark.parametrize("net", [full, delta, listed_twice, dead_site], ids=lambda net: net.__name__)
+def test_inference(net: Net) -> None:
+    with torch.no_grad():
+        report, found = check(Chain(net, null_source=True, gate=net is delta), tile=2)
+    assert not found.before
+    assert not report.left_alone
+    assert not count(found.inference)["mhar.route.default"]
+
+
+def test_never_leaves_the_graph_as_it_is() -> None:
+    report, found = check(Chain(full), rewrite="never")
+    assert report.bytes_before == report.bytes_after
+    assert len(report.left_alone) == SITES
+    assert count([found.after[0][1]])["mhar.route_backward.default"] == SITES - 1 + 1
+
+
+def test_one_block_with_two_sites_is_left_alone_where_nothing_is_gained() -> None:
+    model = Chain(lambda self, x: sublayers(self, x, lambda n, s: self.routers[n](s) if n < 2 else s[-1])[-1])
+    report, _ = check(model, rewrite="auto")
+    assert report.left_alone == [f"{name}: the model predicts no gain" for name in ("route", "route_1")]

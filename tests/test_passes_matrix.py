@@ -1,0 +1,210 @@
+"""The decoder's topologies under the passes, pairwise over checkpointing, shapes, dtypes, modes; and random graphs."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.fx import Graph
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+import mhar_compile
+from mhar_compile import Decoder, DecoderConfig, Router, route
+from mhar_compile.compiler import joint_pass
+from mhar_compile.lowering.report import Report
+from mhar_compile.lowering.tracing import Trace, tracer
+
+FACTORS: list[list[Any]] = [
+    ["mhar", "attnres", "block", "delta"],
+    [None, "full", "selective"],
+    [False, True],
+    [torch.float32, torch.bfloat16],
+    [False, True],
+]
+
+
+def pairwise(factors: list[list[Any]]) -> list[tuple[Any, ...]]:
+    """Few rows in which every two values of two factors meet."""
+    rows, open_pairs = [], {(i, a, j, b) for (i, x), (j, y) in pairs_of(list(enumerate(factors))) for a in x for b in y}
+
+    def covered(row: tuple[Any, ...]) -> set[tuple[int, Any, int, Any]]:
+        return {(i, a, j, b) for (i, a), (j, b) in pairs_of(list(enumerate(row)))} & open_pairs
+
+    while open_pairs:
+        rows.append(max(itertools.product(*factors), key=lambda row: len(covered(row))))
+        open_pairs -= covered(rows[-1])
+    return rows
+
+
+def pairs_of(items: list[Any]) -> list[tuple[Any, Any]]:
+    return list(itertools.combinations(items, 2))
+
+
+def saves_products(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    saved = op in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
+    return CheckpointPolicy.MUST_SAVE if saved else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def decoder(residual: Any, layers: int, checkpointing: str | None) -> Decoder:
+    torch.manual_seed(layers)
+    model = Decoder(DecoderConfig(32, 32, layers, 2, 1, 48, 64, residual=residual, routing_heads=4, blocks=2))
+    for module in model.modules():
+        if isinstance(module, Router):
+            for parameter in module.parameters():
+                nn.init.normal_(parameter, mean=float(parameter is module.key_weight), std=0.5)
+    if checkpointing:
+        options: dict[str, Any] = {"use_reentrant": False}
+        if checkpointing == "selective":
+            options["context_fn"] = functools.partial(create_selective_checkpoint_contexts, saves_products)
+        for block in model.blocks:
+            block.forward = functools.partial(checkpoint, block.forward, **options)  # type: ignore[method-assign]
+    return model
+
+
+def results(function: Any, model: nn.Module, tokens: Tensor, inference: bool) -> list[Tensor]:
+    """Logits, and every gradient unless inference."""
+    if inference:
+        with torch.no_grad():
+            return [function(tokens).double()]
+    logits = function(tokens)
+    loss = torch.nn.functional.cross_entropy(logits.double().flatten(0, 1), tokens.flatten())
+    grads = torch.autograd.grad(loss, list(model.parameters()), allow_unused=True)
+    return [logits.detach().double(), *(grad.double() for grad in grads if grad is not None)]
+
+
+def error(values: list[Tensor], truth: list[Tensor]) -> float:
+    """The error of all tensors together, each relative to its norm, in the mean square."""
+    ratios = [((a - b).norm() / b.norm().clamp(min=1e-12)).square() for a, b in zip(values, truth, strict=True)]
+    return float(torch.stack(ratios).mean().sqrt())
+
+
+def check(residual: str, layers: int, row: tuple[Any, ...], compile_with: Any) -> None:
+    checkpointing, dynamic, dtype, inference = row
+    model = decoder(residual, layers, checkpointing).to(dtype)
+    plain, exact = decoder(residual, layers, None).to(dtype), decoder(residual, layers, None).to(dtype).double()
+    compiled = compile_with(model, dynamic)
+    for batch, length in ((3, 11), (2, 9)) if dynamic else ((3, 11),):
+        tokens = torch.randint(32, (batch, length))
+        truth = results(exact, exact, tokens, inference)
+        ours, theirs = results(compiled, model, tokens, inference), results(plain, plain, tokens, inference)
+        assert error(ours, truth) <= 1.5 * error(theirs, truth)
+
+
+@pytest.mark.parametrize("row", pairwise(FACTORS), ids=lambda row: "-".join(str(x).removeprefix("torch.") for x in row))
+def test_topologies(row: tuple[Any, ...]) -> None:
+    """Run node by node, as the compiler was given them: passed = unpassed = float64."""
+    found = Trace()
+
+    def compile_with(model: nn.Module, dynamic: bool) -> Any:
+        torch._dynamo.reset()
+        backend = tracer(found, joint_pass(reports=found.reports.append, rewrite="always"))
+        return torch.compile(model, backend=backend, dynamic=dynamic, fullgraph=True)
+
+    check(row[0], 3, row[1:], compile_with)
+    for report in found.reports:
+        assert report.scored
+        assert {line.split(": ")[1] for line in report.left_alone} <= {"it has no sources but the null source"}
+    for forward, backward in found.after:
+        check_recompute(forward, backward, row[1], report)
+
+
+def check_recompute(forward: Graph, backward: Graph, checkpointing: str | None, report: Report) -> None:
+    """Logits are saved unless the report says otherwise; mixes of checkpointed regions are computed again."""
+    first, second = (
+        Counter(str(node.target).split(".")[1] for node in graph.nodes if "mhar" in str(node.target))
+        for graph in (forward, backward)
+    )
+    sites = report.sites - len(report.left_alone)
+    assert first["mix"] == sites
+    assert not second["fold"]
+    assert second["score"] == report.rescored
+    assert checkpointing or not report.rescored
+    assert 0 < second["mix"] <= sites if checkpointing else not second["mix"]
+
+
+def inductor(model: nn.Module, dynamic: bool) -> Any:
+    torch._dynamo.reset()
+    return torch.compile(
+        model, backend=mhar_compile.backend, options=mhar_compile.inductor_options(rewrite="always"), dynamic=dynamic
+    )
+
+
+@pytest.mark.parametrize("row", [("mhar", "full", True, torch.float32, False)], ids=["mhar-full-dynamic"])
+def test_under_inductor(row: tuple[Any, ...]) -> None:
+    check(row[0], 2, row[1:], inductor)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("row", pairwise(FACTORS), ids=lambda row: "-".join(str(x).removeprefix("torch.") for x in row))
+def test_topologies_under_inductor(row: tuple[Any, ...]) -> None:
+    check(row[0], 3, row[1:], inductor)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("layers", [12, 24, 36])
+def test_deep_decoders_under_inductor(layers: int) -> None:
+    check("mhar", layers, (None, False, torch.float32, False), inductor)
+
+
+# A graph: for each sublayer which sources its site reads, and what is done with what it makes.
+sublayers = st.tuples(
+    st.lists(st.integers(0, 7), min_size=1, max_size=4),
+    st.sampled_from(["append", "add", "both", "reshape", "return"]),
+    st.booleans(),
+)
+graphs = st.lists(sublayers, min_size=1, max_size=6)
+
+
+class Drawn(nn.Module):
+    """A drawn graph of sites."""
+
+    def __init__(self, graph: list[tuple[list[int], str, bool]]) -> None:
+        super().__init__()
+        self.graph = graph
+        self.routers = nn.ModuleList(Router(4, 2, null_source=gated, gate=gated) for _, _, gated in graph)
+        self.double()
+
+    def forward(self, x: Tensor) -> list[Tensor]:
+        sources, returned = [x, x.sin()], []
+        for router, (reads, kind, gated) in zip(self.routers, self.graph, strict=True):
+            read = [sources[n % len(sources)] for n in reads]
+            if kind == "reshape":
+                out = route([s.flatten(0, 1) for s in read], router.query).view(x.shape).exp()
+            else:
+                out = router(read, residual=sources[-1] if gated else None).cos()
+            if kind == "add":
+                sources[-1] = sources[-1] + out
+            else:
+                sources.append(out if kind != "both" else out + sources[0])
+            returned += [out] if kind == "return" else []
+        return [*returned, sources[-1]]
+
+
+@settings(max_examples=8)
+@given(graphs, st.sampled_from([None, 1, 2]), st.sampled_from([1, 2, 8]))
+def test_drawn_graphs(graph: list[tuple[list[int], str, bool]], window: int | None, tile: int) -> None:
+    model, found = Drawn(graph), Trace()
+    torch._dynamo.reset()
+    passes = joint_pass(reports=found.reports.append, rewrite="always", window=window, tile=tile)
+    compiled = torch.compile(model, backend=tracer(found, passes), fullgraph=True)
+    for _ in range(10):
+        for parameter in model.parameters():
+            nn.init.normal_(parameter)
+        x = torch.randn(2, 3, 4, dtype=torch.float64, requires_grad=True)
+        values = []
+        for function in (compiled, model):
+            outputs = function(x)
+            grads = torch.autograd.grad(sum(o.sum() for o in outputs), [x, *model.parameters()], allow_unused=True)
+            values.append([*outputs, *(torch.zeros(()) if g is None else g for g in grads)])
+        for actual, wanted in zip(*values, strict=True):
+            torch.testing.assert_close(
+                actual.sum() if wanted.dim() == 0 else actual, wanted, rtol=1e-8, atol=1e-8, check_dtype=False
+            )
+    assert not found.report.left_alone

@@ -1,0 +1,166 @@
+"""What the passes promise: bytes moved, memory of the backward, digits of bf16 gradients, time to compile."""
+
+from __future__ import annotations
+
+import functools
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import mhar_compile
+from mhar_compile import Decoder, DecoderConfig, route
+from mhar_compile.compiler import joint_pass
+from mhar_compile.lowering.report import Report
+from mhar_compile.lowering.tracing import Trace, trace, tracer
+from mhar_compile.ops import figure3
+from perf import numerics
+
+ROOT = Path(__file__).parents[1]
+TOPOLOGIES = ["mhar", "block", "delta"]
+
+
+class Sites(nn.Module):
+    """A chain of sites whose sublayers are elementwise: nothing but routing weighs anything."""
+
+    def __init__(self, sites: int, width: int, heads: int) -> None:
+        super().__init__()
+        self.queries = nn.ParameterList(torch.randn(heads, width // heads) for _ in range(sites))
+
+    def forward(self, x: Tensor) -> Tensor:
+        sources = [x]
+        for query in self.queries:
+            mixed = route(sources, query.to(x.dtype))
+            sources.append(torch.sin(mixed) * mixed)
+        return sources[-1]
+
+
+@pytest.mark.parametrize(("tile", "most"), [(1, 5.0), (8, 2.5)])
+def test_bytes_of_the_1b_chain(tile: int, most: float) -> None:
+    """73 sites, d 1280, H 8: bytes a (site, source) pair and element; the paper's kernels move 14."""
+    tokens = 256
+    model, x = Sites(73, 1280, 8).bfloat16(), torch.randn(tokens, 1280).bfloat16().requires_grad_()
+    report = mhar_compile.explain(model, x, tile=tile, rewrite="always")
+    pairs = 73 * 74 // 2
+    assert report.pulled == 73
+    assert report.adds_removed == pairs - 73
+    assert report.bytes_after / (pairs * tokens * 1280) <= most
+    assert report.bytes_before / (pairs * tokens * 1280) > 10
+
+
+def decoder(residual: Any, layers: int, dtype: torch.dtype, checkpointed: bool) -> nn.Module:
+    """Tokens weigh more than parameters, as they do in training."""
+    config = DecoderConfig(64, 128, layers, 2, 1, 256, max_positions=4096, residual=residual, routing_heads=1)
+    model = Decoder(config).to(dtype)
+    if checkpointed:
+        for block in model.blocks:
+            block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False)  # type: ignore[method-assign]
+    return model
+
+
+def peaks(residual: str, layers: int, dtype: torch.dtype, checkpointed: bool) -> Report:
+    model = decoder(residual, layers, dtype, checkpointed)
+    return mhar_compile.explain(model, torch.randint(64, (1, 1024)))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("checkpointed", [False, True])
+@pytest.mark.parametrize("residual", TOPOLOGIES)
+def test_the_backward_never_holds_more(residual: str, checkpointed: bool, dtype: torch.dtype) -> None:
+    report = peaks(residual, 4, dtype, checkpointed)
+    assert report.peak_after <= report.peak_before
+    assert bool(report.pulled) == (residual != "delta")  # eight sites over few sources gain nothing
+    if residual == "mhar" and checkpointed:
+        assert report.pinned == 6
+        assert report.peak_after < report.peak_before / 2
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("layers", [8, 16, 36])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("checkpointed", [False, True])
+@pytest.mark.parametrize("residual", TOPOLOGIES)
+def test_the_backward_of_deep_models_never_holds_more(
+    residual: str, checkpointed: bool, dtype: torch.dtype, layers: int
+) -> None:
+    report = peaks(residual, layers, dtype, checkpointed)
+    assert report.peak_after <= report.peak_before
+
+
+def last_output(site: Any, source: Tensor, queries: list[Tensor], key_weights: list[Tensor], scales: Tensor) -> Tensor:
+    """The chain of perf/numerics.py, as a function to compile."""
+    sources = [source]
+    for query, key_weight, scale in zip(queries, key_weights, scales, strict=False):
+        sources.append(numerics.elementwise(site(sources, query, key_weight), scale))
+    out: Tensor = site(sources, queries[-1], key_weights[-1])
+    return out
+
+
+def chain_gradients(function: Any, chain: numerics.Chain) -> dict[str, Tensor]:
+    """Of the source and of the queries and key weights of every site but the first, whose gradients are zero."""
+    source, *parameters = (x.detach().requires_grad_() for x in (chain.source, *chain.queries, *chain.key_weights))
+    queries, key_weights = parameters[: numerics.SITES], parameters[numerics.SITES :]
+    out = function(source, queries, key_weights, chain.weights)
+    leaves = [source, *queries[1:], *key_weights[1:]]
+    return dict(enumerate(torch.autograd.grad(out, leaves, chain.grad_out)))  # type: ignore[arg-type]
+
+
+def test_bf16_gradients_are_closer_to_the_truth_than_figure_3() -> None:
+    chain, found = numerics.chain("alike", 0), Trace()
+    torch._dynamo.reset()
+    backend = tracer(found, joint_pass(reports=found.reports.append, rewrite="always"))
+    truth, theirs = (
+        chain_gradients(functools.partial(last_output, site), case)
+        for site, case in ((numerics.plain, chain.to(torch.float64)), (figure3, chain))
+    )
+    mine = chain_gradients(torch.compile(functools.partial(last_output, numerics.ours), backend=backend), chain)
+    assert found.report.pulled == numerics.SITES
+    assert not found.report.left_alone
+    assert numerics.error_ratio(mine, theirs, truth) <= 0.4
+
+
+def test_windows_bound_what_is_alive() -> None:
+    model = Sites(16, 64, 4)
+    rows = [mhar_compile.explain(model, torch.randn(64, 64), window=w, rewrite="always").rows_alive for w in (16, 4, 1)]
+    assert rows[0] < rows[1] < rows[2]  # here, where sources are as many as sites, windows only cost
+
+
+COMPILE = """
+import os, sys, time, torch, mhar_compile
+torch.manual_seed(0)
+model = mhar_compile.Decoder.from_preset("tiny", residual=sys.argv[1], layers=36)
+tokens = torch.randint(256, (2, 64))
+model(tokens).sum().backward()
+compiled = torch.compile(model, backend=mhar_compile.backend)
+start = os.times()
+compiled(tokens).sum().backward()
+end = os.times()
+print(sum(end[:4]) - sum(start[:4]))
+"""
+
+
+@pytest.mark.long
+def test_compile_time_is_at_most_twice_that_of_prenorm(tmp_path: Path) -> None:
+    """Processor seconds, the compilers that Inductor starts included; wall time depends on who else is working."""
+
+    def seconds(residual: str) -> float:
+        environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / residual), "PYTHONPATH": str(ROOT)}
+        command = [sys.executable, "-W", "ignore", "-c", COMPILE, residual]
+        done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=1800)
+        assert done.returncode == 0, done.stderr
+        return float(done.stdout.split()[-1])
+
+    assert seconds("mhar") <= 2 * seconds("prenorm")
+
+
+def test_trace_shows_both_graphs() -> None:
+    found = trace(Sites(3, 8, 2), [torch.randn(4, 8)], lambda reports: joint_pass(reports=reports, rewrite="always"))
+    (before,), (after,) = found.before, found.after
+    assert any("route_backward" in str(node.target) for node in before[1].nodes)
+    assert not any("route_backward" in str(node.target) for node in after[1].nodes)
