@@ -50,7 +50,7 @@ def unfold(
 def score(source: Tensor, folded: Tensor, first: int, count: int, eps: float) -> tuple[Tensor, Tensor]:
     """Logits [count, ..., H] of a source [..., d] at the sites first..first+count-1, and its reciprocal RMS [...]."""
     x = source.to(folded.dtype)
-    rstd = torch.rsqrt(x.square().mean(-1) + eps)
+    rstd = torch.rsqrt(x.square().mean(-1) + eps).contiguous()
     key = by_head(rounded(x, rstd, source.dtype), folded.shape[1])  # [H, tokens, K]
     logits = torch.bmm(key, folded[first : first + count].permute(1, 2, 0))  # [H, tokens, count]
     return logits.permute(2, 1, 0).reshape(count, *rstd.shape, folded.shape[1]).contiguous(), rstd
@@ -97,7 +97,7 @@ def coupling(grad_out: Tensor, out: Tensor, residue: Tensor | None, heads: int) 
     """S = <grad_out, mixture> a head, [..., H], for a site whose output is the mixture."""
     wide = compute_dtype(out.dtype)
     mixture = out.to(wide) if residue is None else restored(out, residue)
-    return split(grad_out.to(wide) * mixture, heads).sum(-1)
+    return split(grad_out.to(wide) * mixture, heads).sum(-1).contiguous()
 
 
 def coupling_from_sources(

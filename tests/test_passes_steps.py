@@ -161,3 +161,27 @@ def test_a_step_refuses_to_lose_a_gradient() -> None:
     query = torch.randn(2, 4, requires_grad=True)
     with pytest.raises(RuntimeError, match="mhar::fold is one step of a compiled route and has no gradient"):
         mhar.fold([query], [None], torch.float32)
+
+
+def orders(x: Tensor) -> list[Tensor]:
+    """The tensor [a, b, d] in every order of its dimensions in memory."""
+    back = {(0, 1, 2): (0, 1, 2), (0, 2, 1): (0, 2, 1), (1, 0, 2): (1, 0, 2), (2, 1, 0): (2, 1, 0)}
+    back |= {(1, 2, 0): (2, 0, 1), (2, 0, 1): (1, 2, 0)}
+    return [x.permute(order).contiguous().permute(inverse) for order, inverse in back.items()]
+
+
+@pytest.mark.parametrize("heads", [1, 4])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_results_are_contiguous_whatever_the_strides(heads: int, dtype: torch.dtype) -> None:
+    folded = torch.randn(1, heads, 12 // heads)
+    gate = torch.randn(1)
+    for x in orders(torch.randn(2, 3, 12, dtype=dtype)):
+        logits, rstd = mhar.score(x, folded, 0, 1, 1e-6)
+        out, lse, residue = mhar.mix([x], [logits], [0], 0, None, None, None, None, dtype, dtype == torch.bfloat16)
+        gated = mhar.mix([x], [logits], [0], 0, x, gate, None, None, dtype, False)
+        mixtures, lses = mhar.mix_tile([x], [logits], [0], [0])
+        s = mhar.coupling(x, out, residue if dtype == torch.bfloat16 else None, heads)
+        scaled, dgate = mhar.coupling_from_sources(x, [x], [logits], [0], 0, lse, gate)
+        grads, dfolded = mhar.pull([x], [rstd], [logits], [0], [0], [x], [lse], [s], [gate], folded, [x], [False])
+        results = [logits, rstd, out, lse, residue, *gated, *mixtures, *lses, s, scaled, dgate, *grads, dfolded]
+        assert all(result.is_contiguous() for result in results)
