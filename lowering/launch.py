@@ -83,8 +83,9 @@ def route_backward(
     if grad_out.numel():
         with torch.cuda.device_of(grad_out):
             rows = rows_of(sources, null_source, grad_out)
+            known = logits.contiguous(), lse.contiguous(), rstd.contiguous()
             for launch in backward_launches(
-                row_of(grad_out), rows, grads, query, key_weight, null_source, gate, logits, lse, rstd, *parameters
+                row_of(grad_out), rows, grads, query, key_weight, null_source, gate, *known, *parameters
             ):
                 launch.run()
     return grads, *parameters

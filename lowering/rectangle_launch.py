@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+import torch
 from torch import Tensor
 
 from .launch import SUM_CONSTANTS, Launch, padded, site_constants, site_options
@@ -14,6 +15,7 @@ from .rectangles import mix, pull, query_gradient, score
 from .rules import RECTANGLE, block_rule, ceil_div, site_rule
 from .site import site_sums
 
+State = tuple[Tensor, Tensor, Tensor]  # (max, sum, mixture), float32 [sites, tokens, H] twice and [sites, tokens, d]
 MIX_GROUP = 4  # 16-byte loads of a thread in flight before the first is used; 1 beside the sums of several sites
 
 
@@ -39,8 +41,8 @@ def mix_launches(
     rows: Sequence[Tensor],
     logits: Sequence[Tensor],
     sites: int,
-    carry: tuple[Tensor, Tensor, Tensor],
-    carried: bool,
+    before: State | None = None,
+    after: State | None = None,
     out: Tensor | None = None,
     lse: Tensor | None = None,
     residual: Tensor | None = None,
@@ -48,8 +50,8 @@ def mix_launches(
 ) -> Iterator[Launch]:
     """Mixtures of the rows at one or more sites, one launch for every RECTANGLE rows.
 
-    carry is (max, sum, mixture), float32 [sites, tokens, H], [sites, tokens, H] and [sites, tokens, d]: read where
-    carried is true, and written unless out and lse, of a single site, are given.
+    before is what earlier sources left, absent where these are the first. after is written, unless out and lse, of a
+    single site, are given; its max and sum are other memory than before's.
     """
     (tokens, width), heads = rows[0].shape, logits[0].shape[-1]
     rule = site_rule(heads, width // heads, rows[0].element_size())
@@ -58,7 +60,14 @@ def mix_launches(
         "SITES": sites,
     }
     units = ceil_div(heads, rule.heads) * ceil_div(width // heads, rule.columns)
+    unused = (logits[0],) * 3  # in the place of a state that is not read, or not written
+    read = before
     for first in range(0, len(rows), RECTANGLE):
+        final = first + RECTANGLE >= len(rows)
+        written = after or unused
+        if not final:
+            written = state_like(rows[0], sites, heads)
+        carry = read or unused
         part = list(rows[first : first + RECTANGLE])
         arguments = dict(
             sources=padded(part),
@@ -68,18 +77,32 @@ def mix_launches(
             residual=residual,
             residual_stride=None if residual is None else residual.stride(0),
             gate=gate,
-            lse=carry[0] if lse is None else lse,
-            out=carry[2] if out is None else out,
+            lse=unused[0] if lse is None else lse,
+            out=rows[0] if out is None else out,
             carry_max=carry[0],
             carry_sum=carry[1],
             carry_mix=carry[2],
-            carried=int(carried or first > 0),
-            last=int(out is not None and first + RECTANGLE >= len(rows)),
+            next_max=written[0],
+            next_sum=written[1],
+            next_mix=written[2],
+            carried=int(read is not None),
+            last=int(out is not None and final),
             tokens=tokens,
         )
         grid = (ceil_div(tokens, rule.tokens), units)
-        options = {"num_warps": rule.warps, "num_stages": 1, "maxnreg": 128 if sites == 1 else 240}
+        registers = min(128 if sites == 1 else 240, 2048 // rule.warps)  # a program must fit a multiprocessor
+        options = {"num_warps": rule.warps, "num_stages": 1, "maxnreg": registers}
         yield Launch(mix, grid, arguments, constants, options)
+        read = written
+
+
+def state_like(row: Tensor, sites: int, heads: int) -> State:
+    """An uninitialised state of `sites` sites on the device of a row [tokens, d]."""
+    tokens, width = row.shape
+    maximum, total, mixture = (
+        row.new_empty((sites, tokens, size), dtype=torch.float32) for size in (heads, heads, width)
+    )
+    return maximum, total, mixture
 
 
 def pull_launches(

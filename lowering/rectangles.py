@@ -34,8 +34,13 @@ from .tiles import (
 
 @triton.jit
 def exact_dot(narrow, wide, total):
-    """total + narrow @ wide, products in float32: a narrow type takes wide as a sum of two of its kind."""
-    if PAIRED and narrow.dtype != tl.float32:
+    """total + narrow @ wide, products in float32: bfloat16 takes wide as a sum of two of its kind.
+
+    float16 would lose what is small in wide (gradients of logits), and is itself exact in tf32: three products of that.
+    """
+    if PAIRED and narrow.dtype == tl.float16:
+        return tl.dot(narrow.to(tl.float32), wide, total, input_precision="tf32x3")
+    if PAIRED and narrow.dtype == tl.bfloat16:
         high = wide.to(narrow.dtype)
         low = (wide - high.to(tl.float32)).to(narrow.dtype)
         total = tl.dot(narrow, high, total)
@@ -119,6 +124,9 @@ def mix(
     carry_max,
     carry_sum,
     carry_mix,
+    next_max,
+    next_sum,
+    next_mix,
     carried,
     last,
     tokens,
@@ -132,8 +140,9 @@ def mix(
 ):
     """The softmax mixtures of `count` sources at SITES sites, from known logits, for one tile of tokens and one unit.
 
-    logits holds for every source its [SITES, tokens, H]. Several sites leave (max, sum, mixture) in carry_*;
-    a single site with `last` set is finished: lse and out = residual + gate * mixture.
+    logits holds for every source its [SITES, tokens, H]. Several sites leave (max, sum, mixture) in next_*;
+    a single site with `last` set is finished: lse and out = residual + gate * mixture. carry_max and carry_sum are read
+    by the programs of all of a head's units, next_max and next_sum written by one: they must not be the same memory.
     """
     TILE: tl.constexpr = tile_of(H, K, TOKENS, HEADS, COLUMNS)
     token = tokens_of(tl.program_id(0), TILE)
@@ -181,9 +190,9 @@ def mix(
         for s in tl.static_range(SITES):
             site = tokens.to(tl.int64) * s
             once = heads & (unit % TILE.CHUNKS == 0)
-            tl.store(carry_max + site * H + row, state[3 * s], mask=once)
-            tl.store(carry_sum + site * H + row, state[3 * s + 1], mask=once)
-            tl.store(carry_mix + site * TILE.WIDTH + place, state[3 * s + 2], mask=inside)
+            tl.store(next_max + site * H + row, state[3 * s], mask=once)
+            tl.store(next_sum + site * H + row, state[3 * s + 1], mask=once)
+            tl.store(next_mix + site * TILE.WIDTH + place, state[3 * s + 2], mask=inside)
 
 
 @triton.jit

@@ -8,7 +8,6 @@ from typing import Literal, overload
 import torch
 from torch import Tensor
 
-LEAST_EPS, LARGEST_EPS = torch.finfo(torch.float32).tiny, torch.finfo(torch.float32).max
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
@@ -185,7 +184,8 @@ def check_eps(eps: object) -> None:
     """Raise unless eps is a positive number that float32 holds."""
     if not isinstance(eps, (int, float, torch.SymFloat)) or isinstance(eps, bool):
         raise TypeError(f"route: eps must be a number, got {described(eps)}")
-    if not LEAST_EPS <= eps < LARGEST_EPS:
+    # The limits of float32 in digits: a float that has a name would become a symbol under dynamic=True.
+    if not 1.1754944e-38 <= eps <= 3.4028234e38:
         got = "" if torch.compiler.is_compiling() else f", got {eps}"  # a symbol, under a compiler, has no text
         raise ValueError(f"route: eps must be positive and finite, a normal number of float32{got}")
 

@@ -140,9 +140,10 @@ class Rectangle:
         rows = [row() for _ in range(self.count)]
         yield score_launch(rows[0], queries, 1e-6, logits, rstd)
         for sites, out in ((1, row()), (self.sites, None)):
-            state = tuple(empty(sites, self.tokens, size) for size in (self.heads, self.heads, self.width))
+            maximum, total, mixture = (empty(sites, self.tokens, n) for n in (self.heads, self.heads, self.width))
             scores, lse = [logits[:sites]] * self.count, None if out is None else heads
-            yield from mix_launches(rows, scores, sites, state, False, out, lse, out)  # type: ignore[arg-type]
+            after = (maximum, total, mixture) if out is None else None
+            yield from mix_launches(rows, scores, sites, None, after, out, lse, out)
         douts, values = [row() for _ in range(self.sites)], [heads] * self.sites
         carry, scales = empty(self.tokens, self.width), empty(self.sites)
         yield from pull_launches(

@@ -10,5 +10,6 @@ if importlib.util.find_spec("hypothesis") is None:
     sys.modules["hypothesis"] = sys.modules["hypothesis.strategies"] = MagicMock()
 
 from mhar_compile.testing import Recipe, ratios
+from mhar_compile.testing.problems import LAYOUTS, Problem
 
-__all__ = ["Recipe", "ratios"]
+__all__ = ["LAYOUTS", "Problem", "Recipe", "ratios"]

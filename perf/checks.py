@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -18,22 +19,25 @@ from mhar_compile.lowering.launch import Launch, row_of
 from mhar_compile.lowering.rectangle_launch import mix_launches, pull_launches, query_gradient_launches, score_launch
 from mhar_compile.ops import reference
 
-from .budgets import Recipe, ratios
+from .budgets import LAYOUTS, Problem, Recipe, ratios
 
 EPS = 1e-6
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 ROUNDING = {torch.float32: 2e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}  # of the largest value of a rectangle
 
 
-def routed_on(device: str) -> Any:
-    """``route`` on a device, differentiable from and to the CPU."""
+def on_device(problem: Problem, device: str) -> Problem:
+    """The problem on a device, every tensor with the strides and the offset that it has here."""
+    copies: dict[tuple[int, torch.dtype], Tensor] = {}
 
-    def function(sources: list[Tensor], query: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
-        moved = {name: value.to(device) if isinstance(value, Tensor) else value for name, value in options.items()}
-        out, weights = route([x.to(device) for x in sources], query.to(device), return_weights=True, **moved)
-        return out.cpu(), weights.cpu()
+    def placed(x: Tensor) -> Tensor:
+        key = x.untyped_storage().data_ptr(), x.dtype
+        if key not in copies:
+            copies[key] = torch.empty(0, dtype=x.dtype).set_(x.untyped_storage()).to(device)
+        return copies[key].as_strided(x.shape, x.stride(), x.storage_offset())
 
-    return function
+    single: dict[str, Any] = {name: None if x is None else placed(x) for name, x in problem.arguments().items()}
+    return replace(problem, sources=[placed(x) for x in problem.sources], grad_out=placed(problem.grad_out), **single)
 
 
 def random_recipes(seed: int, number: int, most: int, tokens: int) -> Iterator[Recipe]:
@@ -58,13 +62,14 @@ def random_recipes(seed: int, number: int, most: int, tokens: int) -> Iterator[R
             query_scale=pick.choice([0.0, 0.3, 1.0, 3.0]),
             shared=pick.random() < 0.3,
             decades=dtype != torch.float16 and pick.random() < 0.3,
+            layouts=tuple(pick.choices(LAYOUTS, k=3)),
         )
 
 
 def check_budget(device: str, recipe: Recipe, seed: int) -> float:
     """The site's outputs and gradients against float64: the largest error / budget, at most 1."""
     problem = recipe.problem(seed)
-    worst = ratios(problem, problem.run(routed_on(device)))
+    worst = ratios(problem, {name: result.cpu() for name, result in on_device(problem, device).run().items()})
     assert max(worst.values()) <= 1, f"{recipe}: error / budget {worst}"
     return max(worst.values())
 
@@ -152,13 +157,13 @@ def check_mix(device: str, tokens: int, width: int, heads: int, count: int, site
     queries /= (width / heads) ** 0.5
     residual = torch.randn_like(rows[0])
     logits = [scored(device, x, queries, heads)[0] for x in rows]
-    carry = [nothing(device, sites, tokens, size) for size in (heads, heads, width)]
-    run(mix_launches(rows[:count], logits[:count], sites, (carry[0], carry[1], carry[2]), carried=False))
+    maximum, total, mixture = (nothing(device, sites, tokens, size) for size in (heads, heads, width))
+    run(mix_launches(rows[:count], logits[:count], sites, after=(maximum, total, mixture)))
     for site in range(sites):
-        own = tuple(part[site : site + 1] for part in carry)
+        own = maximum[site : site + 1], total[site : site + 1], mixture[site : site + 1]
         out, lse = nothing(device, tokens, width, dtype=dtype), nothing(device, tokens, heads)
         recent = rows[count + site]
-        run(mix_launches([recent], [logits[count + site][site]], 1, own, True, out, lse, residual, gate))  # type: ignore[arg-type]
+        run(mix_launches([recent], [logits[count + site][site]], 1, own, None, out, lse, residual, gate))
         sources, query = [x.double() for x in (*rows[:count], recent)], queries[site].double().view(heads, -1)
         truth, _ = reference(sources, query, residual=residual.double(), gate=gate.double(), eps=EPS)
         close("mix", out, truth, dtype)

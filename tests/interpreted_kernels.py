@@ -101,6 +101,17 @@ def test_no_gradient_into_unused_parameters():
     check(Recipe(tokens=(3,), count=2, key_weight=False))
 
 
+def test_saved_tensors_of_any_layout():
+    sources, query, dout = list(torch.randn(3, 4, 16)), torch.randn(2, 8), torch.randn(4, 16)
+    _, *saved = torch.ops.mhar.route(sources, query, None, None, None, None, 1e-6)
+    strided = [x.mT.contiguous().mT for x in saved]
+    assert not any(x.is_contiguous() for x in strided)
+    expected, given = (
+        torch.ops.mhar.route_backward(dout, sources, query, None, None, None, *tensors) for tensors in (saved, strided)
+    )
+    assert all(torch.equal(a, b) for a, b in zip([*expected[0], expected[1]], [*given[0], given[1]], strict=True))
+
+
 @pytest.mark.parametrize("dtype", FLOATS)
 def test_bitwise_repeatable_whatever_the_batch(dtype):
     recipe = Recipe(tokens=(5,), count=3, heads=2, head_width=12, dtype=dtype, null_source=True, residual=True, gate=1)

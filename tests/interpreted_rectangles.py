@@ -7,6 +7,8 @@ import pytest
 import torch
 
 from mhar_compile.lowering.rules import RECTANGLE
+from mhar_compile.testing import Recipe
+from mhar_compile.testing.problems import LAYOUTS
 from perf import checks, gpu
 
 from . import interpreted  # noqa: F401  the kernels become the CPU implementation
@@ -19,6 +21,7 @@ CASES = [  # dtype, H, K, sources, sites
     (torch.bfloat16, 4, 20, 2, 1),
     (torch.float32, 1, 40, 2, 2),
     (torch.float32, 2, 4, RECTANGLE + 2, 1),
+    (torch.bfloat16, 2, 72, RECTANGLE + 1, 2),  # programs of five units share what one launch hands to the next
 ]
 
 
@@ -37,9 +40,22 @@ def test_pull(dtype, heads, head_width, count, sites):
 def test_gpu_script(tmp_path, monkeypatch):
     """The whole script at tiny sizes: every section runs, every result is recorded."""
     monkeypatch.setattr(sys, "argv", ["gpu"])
-    assert gpu.main(["--self-check", "--out", str(tmp_path), "--name", "tiny"]) == 0
+    assert gpu.main(["--self-check", "--out", str(tmp_path), "--name", "tiny", "--commit", "abc"]) == 0
     results = json.loads((tmp_path / "tiny.json").read_text())
     assert set(results["sections"]) == set(gpu.SECTIONS)
     assert all(section["passed"] for section in results["sections"].values()), results["sections"]
     assert all(row["us"] > 0 for row in results["times"])
-    assert {"device", "driver", "torch", "triton", "commit"} <= set(results["origin"])
+    assert {"device", "driver", "torch", "triton"} <= set(results["origin"])
+    assert results["origin"]["commit"] == "abc"
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_problem_keeps_its_layout_on_a_device(layout):
+    problem = Recipe(tokens=(3, 2), layouts=(layout,)).problem(0)
+    moved = checks.on_device(problem, "meta")
+    for here, there in zip([*problem.sources, problem.grad_out], [*moved.sources, moved.grad_out], strict=True):
+        assert (here.shape, here.stride(), here.storage_offset()) == (
+            there.shape,
+            there.stride(),
+            there.storage_offset(),
+        )

@@ -79,6 +79,23 @@ def test_float32_takes_no_tensor_cores():
         assert binary.count("mma") + binary.count("tf32") == 0, launch.kernel.__name__
 
 
+def test_float16_keeps_the_range_of_float32():
+    """Gradients of logits, and queries, may be below float16's smallest number: they are not rounded to it."""
+    for launch in Rectangle(1280, 8, dtype=torch.float16).launches():
+        if launch.kernel.__name__ in ("score", "query_gradient"):
+            binary = compiled(launch)
+            assert binary.stack == 0
+            products = re.findall(r"mma\.sync\S*", binary.ptx)
+            assert products
+            assert all("tf32" in product for product in products), products
+
+
+def test_sixteen_warps_fit_a_multiprocessor():
+    for launch in Rectangle(16384, 8).launches():
+        threads = 32 * launch.options["num_warps"]
+        assert threads * compiled(launch).registers <= 65536, launch.kernel.__name__
+
+
 @pytest.mark.parametrize("site", [SITES[0], SITES[1]])
 def test_a_head_is_summed_inside_a_warp(site):
     """Barriers are paid for the sum over heads and for small transposes, not for each head and source."""
