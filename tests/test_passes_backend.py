@@ -74,6 +74,7 @@ def test_the_callable_with_options_dynamic_and_fullgraph() -> None:
         assert_same(compiled, model, torch.randn(3, 7, 8))
 
 
+@pytest.mark.filterwarnings("ignore:TypedStorage is deprecated:UserWarning")  # torch 2.11's own, when it autotunes
 def test_by_name_with_a_mode() -> None:
     from torch._dynamo.backends import registry
 
