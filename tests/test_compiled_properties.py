@@ -1,5 +1,7 @@
 """``route`` under torch.compile: the same budgets, on few shapes and many values, and no recompilation."""
 
+import inspect
+import math
 from dataclasses import replace
 
 import pytest
@@ -8,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch._dynamo.testing import CompileCounterWithBackend
 
-from mhar_compile.testing import Recipe, assert_within_budget, routed
+from mhar_compile.testing import Problem, Recipe, assert_within_budget, routed
+from tests import test_properties as eager
 
 DELTA = {"null_source": True, "residual": True, "gate": 1}
 RECIPES = {
@@ -61,3 +64,43 @@ def test_dynamic_batch_and_length_compile_once(dtype):
 
     check()
     assert counter.frame_count == first
+
+
+FULL = Recipe(tokens=(6,), count=3, heads=2, head_width=12)
+PROPERTIES = {
+    eager.test_one_source_is_the_identity: replace(FULL, count=1),
+    eager.test_weights_sum_to_one: FULL,
+    eager.test_zero_query_gives_the_mean: replace(FULL, query_scale=0.0),
+    eager.test_output_is_within_the_range_of_its_sources: FULL,
+    eager.test_permuted_sources_permute_weights_and_gradients: FULL,
+    eager.test_scaling_a_source_leaves_its_weight: replace(FULL, eps=1e-30),
+    eager.test_one_head_equals_the_single_head_formula: replace(FULL, heads=1),
+    eager.test_zero_gate_returns_the_residual_and_moves_only_the_gate: replace(FULL, residual=True, gate=0),
+    eager.test_null_source_is_a_source_that_all_tokens_share: replace(FULL, null_source=True),
+    eager.test_nan_or_inf_stays_in_its_token: FULL,
+}
+
+
+@by_dtype
+@pytest.mark.parametrize("test", PROPERTIES, ids=[test.__name__.removeprefix("test_") for test in PROPERTIES])
+def test_properties_hold_compiled(test, dtype, monkeypatch):
+    """The bodies of the eager properties, with a compiled ``route`` under them, on one shape each."""
+    recipe, run = replace(PROPERTIES[test], dtype=dtype, parameter_dtype=dtype), Problem.run
+    compiled, body = torch.compile(routed, fullgraph=True), test.hypothesis.inner_test
+    monkeypatch.setattr(Problem, "run", lambda problem, function=compiled: run(problem, function))
+    drawn = {
+        "random": st.randoms(),
+        "exponent": st.integers(0, 10),
+        "value": st.sampled_from([math.nan, math.inf, -math.inf]),
+        "data": st.data(),
+    }
+
+    @given(
+        seeds,
+        st.fixed_dictionaries({name: drawn[name] for name in inspect.signature(body).parameters if name in drawn}),
+    )
+    @settings(max_examples=25)
+    def check(seed, others):
+        body(recipe.problem(seed), **others)
+
+    check()
