@@ -6,7 +6,7 @@ one whose tokens are not evenly spaced in memory is copied once.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,7 +31,11 @@ class Launch:
     options: dict[str, int]
 
     def run(self) -> None:
-        self.kernel[self.grid](**self.arguments, **self.constants, **self.options)
+        if all(self.grid):  # a tensor without tokens has nothing to run
+            self.kernel[self.grid](**self.arguments, **self.constants, **self.options)
+
+
+Run = Callable[[Launch], None]  # at once, or into a graph
 
 
 def route(
@@ -42,6 +46,7 @@ def route(
     residual: Tensor | None,
     gate: Tensor | None,
     eps: float,
+    run: Run = Launch.run,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Output [..., d], logits [N, ..., H], log-sum-exp [..., H] and reciprocal RMS [N, ...] of one site."""
     like = sources[0] if sources else residual
@@ -52,11 +57,9 @@ def route(
     logits = like.new_empty((count, *tokens, heads), dtype=torch.float32)
     lse = like.new_empty((*tokens, heads), dtype=torch.float32)
     rstd = like.new_empty((count, *tokens), dtype=torch.float32)
-    if out.numel():
-        with torch.cuda.device_of(out):
-            rows = rows_of(sources, null_source, out)
-            for launch in forward_launches(rows, query, key_weight, residual, gate, eps, out, logits, lse, rstd):
-                launch.run()
+    rows = rows_of(sources, null_source, out)
+    for launch in forward_launches(rows, query, key_weight, residual, gate, eps, out, logits, lse, rstd):
+        run(launch)
     return out, logits, lse, rstd
 
 
@@ -70,24 +73,21 @@ def route_backward(
     logits: Tensor,
     lse: Tensor,
     rstd: Tensor,
+    run: Run = Launch.run,
 ) -> tuple[list[Tensor], Tensor, Tensor, Tensor, Tensor]:
     """Gradients of the sources, query, key weight, null source and gate; empty where the argument is absent."""
 
     def like(parameter: Tensor | None) -> Tensor:
-        if parameter is None:
-            return grad_out.new_empty(0)
-        return parameter.new_empty(parameter.shape) if grad_out.numel() else parameter.new_zeros(parameter.shape)
+        return grad_out.new_empty(0) if parameter is None else parameter.new_empty(parameter.shape)
 
     grads = [grad_out.new_empty(source.shape) for source in sources]
     parameters = like(query), like(key_weight), like(null_source), like(gate)
-    if grad_out.numel():
-        with torch.cuda.device_of(grad_out):
-            rows = rows_of(sources, null_source, grad_out)
-            known = logits.contiguous(), lse.contiguous(), rstd.contiguous()
-            for launch in backward_launches(
-                row_of(grad_out), rows, grads, query, key_weight, null_source, gate, *known, *parameters
-            ):
-                launch.run()
+    rows = rows_of(sources, null_source, grad_out)
+    known = logits.contiguous(), lse.contiguous(), rstd.contiguous()
+    for launch in backward_launches(
+        row_of(grad_out), rows, grads, query, key_weight, null_source, gate, *known, *parameters
+    ):
+        run(launch)
     return grads, *parameters
 
 
@@ -121,8 +121,8 @@ def forward_launches(
             residual=extra,
             residual_stride=None if extra is None else extra.stride(0),
             gate=gate,
-            logits=logits[first:],
-            rstd=rstd[first:],
+            logits=logits.narrow(0, first, len(part)),
+            rstd=rstd.narrow(0, first, len(rows[first : first + RECTANGLE])),
             lse=lse,
             out=out,
             carry_max=carry[0],
@@ -156,9 +156,9 @@ def backward_launches(
     """Gradients in one launch for at most RECTANGLE sources, else all dots first; then the sums over tokens."""
     (heads, head_width), (tokens, width) = query.shape, grad_out.shape
     rule = site_rule(heads, head_width, grad_out.element_size())
-    programs = min(rule.programs, ceil_div(tokens, rule.tokens))
+    programs = torch.sym_min(rule.programs, ceil_div(tokens, rule.tokens))
     nulls = int(null_source is not None)
-    targets = [rows[0]] * nulls + grads  # the null source's slot is never written
+    targets = [*grads[:1], grad_out.new_empty(width)][:1] * nulls + grads  # the null source's slot is never written
     dots = torch.empty_like(logits)
     query_sums = lse.new_empty((programs, width))
     null_sums = None if null_source is None else torch.empty_like(query_sums)
@@ -174,9 +174,9 @@ def backward_launches(
             sources=padded(part),
             strides=padded([row.stride(0) for row in part]),
             count=len(part),
-            logits=logits[first:],
+            logits=logits.narrow(0, first, len(part)),
             lse=lse,
-            dots=dots[first:],
+            dots=dots.narrow(0, first, len(part)),
             coupling=coupling,
             tokens=tokens,
         )
@@ -193,7 +193,7 @@ def backward_launches(
             query=query,
             key_weight=key_weight,
             gate=gate,
-            rstd=rstd[first:],
+            rstd=rstd.narrow(0, first, len(rows[first : first + RECTANGLE])),
             query_sums=query_sums,
             null_sums=null_sums,
             gate_sums=gate_sums,

@@ -20,7 +20,7 @@ from .planning import Plan, Settings
 from .reading import Names, read
 from .report import Report
 from .rewriting import Rewrite
-from .versions import CustomGraphPass, graph_passes, stable_topological_sort
+from .versions import CustomGraphPass, combined, graph_passes, stable_topological_sort
 
 log = logging.getLogger(__name__)
 
@@ -59,8 +59,7 @@ class JointPass(CustomGraphPass):
 
     def uuid(self) -> Any:
         """Changes with passes, operators, settings, torch and the user's own pass; None switches caching off."""
-        keys = [step.uuid() if isinstance(step, CustomGraphPass) else None for step in self.before]
-        return None if None in keys else (self.key, *keys)
+        return combined(self.key, self.before)
 
     def hashed(self, sources: Iterable[Path]) -> str:
         digest = hashlib.sha256(f"{torch.__version__} {self.settings}".encode())

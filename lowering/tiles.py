@@ -39,6 +39,8 @@ class Tile:
 
 @triton.constexpr_function
 def tile_of(H, K, TOKENS, HEADS, COLUMNS):
+    from mhar_compile.lowering.tiles import Tile  # generated code carries this function without its module
+
     chunks, groups = -(-K // COLUMNS), -(-H // HEADS)
     numbers = (H, K, TOKENS, HEADS, COLUMNS, TOKENS * HEADS, H * K, chunks, groups, chunks * groups)
     return Tile(*(number if triton.knobs.runtime.interpret else tl.constexpr(number) for number in numbers))

@@ -14,6 +14,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 __all__ = [
     "MUST_SAVE",
     "CustomGraphPass",
+    "combined",
     "graph_passes",
     "is_recomputed",
     "size_of",
@@ -35,6 +36,12 @@ def graph_passes(given: Any) -> tuple[Callable[[Graph], Any], ...]:
     if given is None:
         return ()
     return tuple(given) if isinstance(given, (list, tuple)) else (given,)
+
+
+def combined(key: str, before: tuple[Any, ...]) -> Any:
+    """The uuid of a pass that runs a user's own passes first: None, which switches caching off, if one has none."""
+    keys = [step.uuid() if isinstance(step, CustomGraphPass) else None for step in before]
+    return None if None in keys else (key, *keys)
 
 
 def symbol(size: Any) -> Any:

@@ -9,11 +9,13 @@ from typing import Any
 import torch
 
 from . import ops
+from .lowering.lowered import LoweringPass
 from .lowering.passes import JointPass
 from .lowering.planning import Settings
 from .lowering.report import Report
 
 HOOK = "joint_custom_pre_pass"
+LOWERING = "post_grad_custom_pre_pass"
 
 
 def joint_pass(before: Any = None, reports: Callable[[Report], None] | None = None, **settings: Any) -> JointPass:
@@ -44,6 +46,9 @@ def inductor_options(options: dict[str, Any] | None = None, **settings: Any) -> 
     mine = options.get(HOOK, getattr(inductor, HOOK))
     if not isinstance(mine, JointPass):
         options[HOOK] = joint_pass(mine, **settings)
+    mine = options.get(LOWERING, getattr(inductor, LOWERING))
+    if not isinstance(mine, LoweringPass):
+        options[LOWERING] = LoweringPass(options[HOOK].key, mine)
     return options
 
 

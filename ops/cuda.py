@@ -18,13 +18,15 @@ def route(sources: Any, query: Any, key_weight: Any, null_source: Any, residual:
     """See :func:`mhar_compile.ops.eager.route`."""
     like = sources[0] if sources else residual
     implementation = eager.route if like.dtype == torch.float64 else kernels().route
-    return implementation(sources, query, key_weight, null_source, residual, *rest)
+    with torch.cuda.device_of(like):
+        return implementation(sources, query, key_weight, null_source, residual, *rest)
 
 
 def route_backward(grad_out: Any, *rest: Any) -> Any:
     """See :func:`mhar_compile.ops.eager.route_backward`."""
     implementation = eager.route_backward if grad_out.dtype == torch.float64 else kernels().route_backward
-    return implementation(grad_out, *rest)
+    with torch.cuda.device_of(grad_out):
+        return implementation(grad_out, *rest)
 
 
 @cache

@@ -1,0 +1,80 @@
+"""Kernels as generated code takes them: every pointer and stride is a parameter of its own, none is in a tuple.
+
+Numbers that a kernel must not be specialised on travel as 2 n + 3, which is odd and never 1: Inductor, which knows no
+``do_not_specialize``, then sees nothing to specialise on.
+"""
+
+from __future__ import annotations
+
+import linecache
+from functools import lru_cache
+from typing import Any
+
+import triton
+import triton.language as tl
+
+from .launch import Launch
+
+# The parameters that each kernel writes through; a test compares them with what the compiled kernels do.
+WRITTEN = {
+    "site_forward": ("logits", "rstd", "lse", "out", "carry_max", "carry_sum", "carry_mix"),
+    "site_coupling": ("dots", "coupling"),
+    "site_backward": ("grads", "dots", "query_sums", "null_sums", "gate_sums"),
+    "site_sums": ("grad_query", "grad_key_weight", "grad_null", "grad_gate"),
+    "score": ("logits", "rstd"),
+    "mix": ("lse", "out", "next_max", "next_sum", "next_mix"),
+    "pull": ("dlogits", "grad"),
+    "query_gradient": ("shares",),
+}
+
+
+def named_arguments(launch: Launch) -> dict[str, Any]:
+    """The launch's arguments and constants by the names of ``named_kernel``'s parameters."""
+    values: dict[str, Any] = {}
+    for parameter in launch.kernel.params:
+        name = parameter.name
+        value = launch.constants[name] if name in launch.constants else launch.arguments[name]
+        if isinstance(value, tuple):
+            values |= {f"{name}_{i}": entry for i, entry in enumerate(value)}
+        else:
+            values[name] = 2 * value + 3 if parameter.do_not_specialize else value
+    return values
+
+
+def written(launch: Launch) -> frozenset[str]:
+    """The named arguments that the launch writes through."""
+    names: list[str] = []
+    for name in WRITTEN[launch.kernel.__name__]:
+        value = launch.arguments[name]
+        names += [f"{name}_{i}" for i in range(len(value))] if isinstance(value, tuple) else [name]
+    return frozenset(name for name in names)
+
+
+def named_kernel(launch: Launch) -> Any:
+    """The launch's kernel with ``named_arguments`` as parameters; floats, which would be float64, are constants."""
+    parameters: list[str] = []
+    passed: list[str] = []
+    for parameter in launch.kernel.params:
+        name = parameter.name
+        value = launch.arguments.get(name)
+        if isinstance(value, tuple):
+            names = [f"{name}_{i}" for i in range(len(value))]
+            parameters += names
+            passed.append(f"({', '.join(names)},)")
+            continue
+        constant = name in launch.constants or isinstance(value, float)
+        parameters.append(f"{name}: tl.constexpr" if constant else name)
+        passed.append(f"({name} - 3) // 2" if parameter.do_not_specialize else name)
+    return rendered(launch.kernel, ", ".join(parameters), ", ".join(passed))
+
+
+@lru_cache(maxsize=None)
+def rendered(kernel: Any, parameters: str, passed: str) -> Any:
+    """A kernel of these parameters that calls another; its source is where ``inspect`` finds it."""
+    name = f"{kernel.__name__}_named"
+    source = f"@triton.jit\ndef {name}({parameters}):\n    {kernel.__name__}({passed})\n"
+    file = f"<{__name__}.{name}.{hash((parameters, passed))}>"
+    linecache.cache[file] = (len(source), None, source.splitlines(keepends=True), file)
+    namespace = {"triton": triton, "tl": tl, kernel.__name__: kernel, "__name__": __name__}
+    exec(compile(source, file, "exec"), namespace)
+    return namespace[name]
