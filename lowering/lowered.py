@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,75 +12,155 @@ from torch import Tensor
 from torch._guards import detect_fake_mode
 from torch.fx import Graph, Node
 from torch.fx.experimental.proxy_tensor import make_fx
-from torch.fx.node import map_arg
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from . import launch
+from . import launch, steps
 from .generated import emit
 from .versions import CustomGraphPass, combined, graph_passes
 
 mhar = torch.ops.mhar
-IMPLEMENTATIONS: dict[Any, Callable[..., Any]] = {
+LAUNCHED: dict[Any, Callable[..., Any]] = {
     mhar.route.default: launch.route,
     mhar.route_backward.default: launch.route_backward,
+    mhar.score.default: steps.score,
+    mhar.mix.default: steps.mix,
+    mhar.mix_tile.default: steps.mix_tile,
+    mhar.coupling_from_sources.default: steps.coupling_from_sources,
 }
+KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 class LoweringPass(CustomGraphPass):
-    """Inductor's ``post_grad_custom_pre_pass``: the user's own passes first, then ours."""
+    """Inductor's ``post_grad_custom_pre_pass``: the user's own passes first, then ours.
 
-    def __init__(self, key: str, before: Any = None) -> None:
+    Args:
+        key: changes with everything that decides what this pass makes of a graph.
+        expansions: plain PyTorch for the operators that are too small for a kernel, which Inductor then fuses.
+        before: the user's own pass, or passes.
+    """
+
+    def __init__(self, key: str, expansions: Mapping[Any, Callable[..., Any]], before: Any = None) -> None:
         self.key = key
+        self.expansions = dict(expansions)
         self.before = graph_passes(before)
 
     def __call__(self, graph: Graph) -> None:
         for step in self.before:
             step(graph)
-        lower(graph)
+        Lowering(graph, self.expansions).run()
 
     def uuid(self) -> Any:
         """Changes with this package, torch and the user's own passes; None switches caching off."""
         return combined(self.key, self.before)
 
 
-def lower(graph: Graph) -> int:
-    """Replace what has kernels by its launches; return how many operators were."""
-    nodes = [node for node in graph.nodes if node.op == "call_function" and has_kernels(node)]
-    for node in nodes:
-        expand(graph, node, IMPLEMENTATIONS[node.target])
-    return len(nodes)
+class Lowering:
+    """A graph whose operators are being replaced."""
 
+    def __init__(self, graph: Graph, expansions: Mapping[Any, Callable[..., Any]], device: str = "cuda") -> None:
+        self.graph, self.expansions, self.device = graph, expansions, device
+        self.shares: dict[Node, Node] = {}  # by the folded queries: what pulls add the gradients of queries to
+        self.pulled: dict[Node, Node] = {}  # gradients of queries that are in shares, and their folded queries
 
-def has_kernels(node: Node) -> bool:
-    if node.target not in IMPLEMENTATIONS:
-        return False
-    value = next(value for value in tree_flatten(node.meta["val"])[0] if isinstance(value, Tensor))
-    return value.device.type == "cuda" and value.dtype != torch.float64
+    def run(self) -> None:
+        for node in list(self.graph.nodes):
+            if node.op == "call_function" and self.has_kernels(node):
+                self.lower(node)
 
+    def has_kernels(self, node: Node) -> bool:
+        """Whether a node is one of ours, on the device and of a dtype that the kernels take."""
+        if getattr(node.target, "namespace", None) != "mhar":
+            return False
+        tensors = [arg.meta["val"] for arg in node.all_input_nodes if isinstance(arg.meta["val"], Tensor)]
+        return all(x.device.type == self.device and x.dtype != torch.float64 and x.numel() != 0 for x in tensors)
 
-def expand(graph: Graph, node: Node, implementation: Callable[..., Any]) -> None:
-    """Put the launches and allocations of an operator in its place."""
-    from torch._inductor.decomposition import select_decomp_table
+    def lower(self, node: Node) -> None:
+        args = list(node.args)
+        if node.target in LAUNCHED:
+            self.expand(node, partial(LAUNCHED[node.target], run=emit), args)
+        elif node.target is mhar.unfold.default:
+            self.unfold(node)
+        elif node.target is not mhar.pull.default:
+            self.expand(node, self.expansions[node.target], args)
+        elif node.args[0][0].meta["val"].dim() == 1:  # type: ignore[index]
+            self.pull_null(node)
+        else:
+            self.pull(node)
 
-    leaves, spec = tree_flatten(list(node.args))
-    inputs = [leaf for leaf in leaves if isinstance(leaf, Node)]
+    def pull(self, node: Node) -> None:
+        """Pulls of one family add the gradients of its queries to one tensor, which unfold reads in place of theirs."""
+        parts = {user.args[1]: user for user in node.users}
+        folded, dqueries = node.args[9], parts.get(1)
+        assert isinstance(folded, Node)
+        with self.graph.inserting_before(node):
+            if dqueries is not None and folded not in self.shares:
+                self.shares[folded] = self.traced(steps.new_shares, [folded])
+            shares = None if dqueries is None else self.shares[folded]
+            grads = self.traced(partial(steps.pull, run=emit), [*node.args, shares])
+        if 0 in parts:
+            replace(parts[0], grads)
+        if dqueries is None:
+            self.graph.erase_node(node)
+        else:
+            self.pulled[dqueries] = folded
 
-    def body(values: Sequence[Any]) -> Any:
-        given = iter(values)
-        args = tree_unflatten([next(given) if isinstance(leaf, Node) else leaf for leaf in leaves], spec)
-        return implementation(*args, run=emit)
+    def pull_null(self, node: Node) -> None:
+        (source,), (rstd,), (logits,), _, (site,), (dout,), (lse,), (coupling,), (gate,), folded, *_ = node.args  # type: ignore[misc]
 
-    for leaf in inputs:
-        leaf.meta["inductor_realize_to_strides"] = True  # else each view of it would be computed anew
-    values = [leaf.meta["val"] for leaf in inputs]
-    mode = detect_fake_mode(values)
-    assert mode is not None
-    with mode:
-        traced = make_fx(body, decomposition_table=select_decomp_table())(values)
-    with graph.inserting_before(node):
-        places = dict(zip(traced.graph.find_nodes(op="placeholder"), inputs, strict=True))
-        results = graph.graph_copy(traced.graph, places)
-    replace(node, tree_unflatten(results, tree_flatten(node.meta["val"])[1]))
+        def body(*args: Any) -> Any:
+            *others, queries = args
+            grad, dfolded = steps.pull_null(*others, queries.select(0, site))
+            return [grad], dfolded
+
+        self.expand(node, body, [source, rstd, logits, dout, lse, coupling, gate, folded])
+
+    def unfold(self, node: Node) -> None:
+        grads, sites, *parameters = node.args
+        assert isinstance(grads, (list, tuple)) and isinstance(sites, (list, tuple))
+        shared = [grad for grad in grads if grad in self.pulled]
+        single, single_sites, at = [], [], 0
+        for grad in grads:
+            if grad not in self.pulled:
+                single.append(grad)
+                single_sites.append(sites[at])
+            at += grad.meta["val"].shape[0]
+        shares = self.shares[self.pulled[shared[0]]] if shared else None
+        self.expand(node, partial(steps.unfold, run=emit), [shares, single, single_sites, *parameters])
+        for grad in shared:
+            pulled = grad.all_input_nodes[0]
+            self.graph.erase_node(grad)
+            self.graph.erase_node(pulled)
+
+    def expand(self, node: Node, body: Callable[..., Any], args: Sequence[Any]) -> None:
+        """Put the launches and operations of a body in a node's place."""
+        with self.graph.inserting_before(node):
+            replace(node, self.traced(body, args))
+
+    def traced(self, body: Callable[..., Any], args: Sequence[Any]) -> Any:
+        """What a body does to these arguments, at the insertion point; its results."""
+        from torch._inductor.decomposition import select_decomp_table
+
+        leaves, spec = tree_flatten(list(args))
+        inputs = [leaf for leaf in leaves if isinstance(leaf, Node)]
+        for leaf in inputs:
+            leaf.meta["inductor_realize_to_strides"] = True  # else each view of it would be computed anew
+        structure: list[Any] = []
+
+        def flat(values: Sequence[Any]) -> Any:
+            given = iter(values)
+            whole = tree_unflatten([next(given) if isinstance(leaf, Node) else leaf for leaf in leaves], spec)
+            results, form = tree_flatten(body(*whole))
+            structure.append(form)
+            return results
+
+        values = [leaf.meta["val"] for leaf in inputs]
+        mode = detect_fake_mode(values)
+        assert mode is not None
+        with mode:
+            module = make_fx(flat, decomposition_table=select_decomp_table())(values)
+        places = dict(zip(module.graph.find_nodes(op="placeholder"), inputs, strict=True))
+        results = self.graph.graph_copy(module.graph, places)
+        return tree_unflatten(results, structure[0])
 
 
 def replace(node: Node, result: Any) -> None:
@@ -87,6 +168,7 @@ def replace(node: Node, result: Any) -> None:
     if isinstance(result, Node):
         node.replace_all_uses_with(result)
     for user in list(node.users):
-        assert user.target is operator.getitem, f"{user.name} reads {node.name} as a whole"
+        if user.target is not operator.getitem:
+            raise RuntimeError(f"{user.name} reads {node.name} as a whole")
         replace(user, result[user.args[1]])
     node.graph.erase_node(node)

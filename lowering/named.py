@@ -22,8 +22,9 @@ WRITTEN = {
     "site_backward": ("grads", "dots", "query_sums", "null_sums", "gate_sums"),
     "site_sums": ("grad_query", "grad_key_weight", "grad_null", "grad_gate"),
     "score": ("logits", "rstd"),
-    "mix": ("lse", "out", "next_max", "next_sum", "next_mix"),
-    "pull": ("dlogits", "grad"),
+    "mix": ("lse", "out", "residue", "next_max", "next_sum", "next_mix"),
+    "coupling": ("coupled", "mass"),
+    "pull": ("dlogits", "grads"),
     "query_gradient": ("shares",),
 }
 
@@ -37,7 +38,7 @@ def named_arguments(launch: Launch) -> dict[str, Any]:
         if isinstance(value, tuple):
             values |= {f"{name}_{i}": entry for i, entry in enumerate(value)}
         else:
-            values[name] = 2 * value + 3 if parameter.do_not_specialize else value
+            values[name] = 2 * value + 3 if disguised(parameter, value) else value
     return values
 
 
@@ -64,8 +65,13 @@ def named_kernel(launch: Launch) -> Any:
             continue
         constant = name in launch.constants or isinstance(value, float)
         parameters.append(f"{name}: tl.constexpr" if constant else name)
-        passed.append(f"({name} - 3) // 2" if parameter.do_not_specialize else name)
+        passed.append(f"({name} - 3) // 2" if disguised(parameter, value) else name)
     return rendered(launch.kernel, ", ".join(parameters), ", ".join(passed))
+
+
+def disguised(parameter: Any, value: Any) -> bool:
+    """Whether a number travels as 2 n + 3."""
+    return bool(parameter.do_not_specialize) and value is not None
 
 
 @lru_cache(maxsize=None)

@@ -115,8 +115,9 @@ def refusal(family: planning.Family, settings: Settings) -> str | None:
     """Why a family is left alone before it is planned, if it is."""
     if settings.rewrite == "never":
         return "rewriting is switched off"
-    if family.sites[0].value.device.type == "cuda":
-        return "the steps of a route have no CUDA kernels yet"
+    value = family.sites[0].value
+    if value.device.type == "cuda" and value.dtype == torch.float64:
+        return "the steps of a route have no CUDA kernels for float64"
     return None
 
 

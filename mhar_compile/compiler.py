@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from . import ops
+from .ops import eager_steps
 from .lowering.lowered import LoweringPass
 from .lowering.passes import JointPass
 from .lowering.planning import Settings
@@ -16,6 +17,7 @@ from .lowering.report import Report
 
 HOOK = "joint_custom_pre_pass"
 LOWERING = "post_grad_custom_pre_pass"
+EXPANSIONS = {torch.ops.mhar.fold.default: eager_steps.fold, torch.ops.mhar.coupling.default: eager_steps.coupling}
 
 
 def joint_pass(before: Any = None, reports: Callable[[Report], None] | None = None, **settings: Any) -> JointPass:
@@ -48,7 +50,7 @@ def inductor_options(options: dict[str, Any] | None = None, **settings: Any) -> 
         options[HOOK] = joint_pass(mine, **settings)
     mine = options.get(LOWERING, getattr(inductor, LOWERING))
     if not isinstance(mine, LoweringPass):
-        options[LOWERING] = LoweringPass(options[HOOK].key, mine)
+        options[LOWERING] = LoweringPass(options[HOOK].key, EXPANSIONS, mine)
     return options
 
 

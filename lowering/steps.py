@@ -1,0 +1,423 @@
+"""The steps of a route on a GPU: the operators of ``ops.steps`` as launches, on the shapes that are told there.
+
+``run`` launches at once or records the launch in a graph that is being traced.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .launch import (
+    SUM_CONSTANTS,
+    Launch,
+    Run,
+    jump_of,
+    padded,
+    row_arguments,
+    rows_of,
+    site_constants,
+    site_options,
+)
+from .pulls import coupling as coupling_kernel
+from .pulls import pull as pull_kernel
+from .pulls import query_gradient
+from .rectangles import mix as mix_kernel
+from .rectangles import score as score_kernel
+from .rules import RECTANGLE, block_rule, ceil_div, pull_sources, site_rule
+from .site import site_sums
+
+State = tuple[Tensor, Tensor | None, Tensor]  # (max, sum or 1, mixture), float32 [sites, T, H] twice and [sites, T, d]
+MIX_GROUP = 4  # 16-byte loads of a thread in flight before the first is used; 1 beside the sums of several sites
+
+
+def score(
+    source: Tensor, folded: Tensor, first: int, count: int, eps: float, run: Run = Launch.run
+) -> tuple[Tensor, Tensor]:
+    """Logits [count, ..., H] of a source [..., d] at the sites first..first+count-1, and its reciprocal RMS [...]."""
+    tokens, heads, width = source.shape[:-1], folded.shape[1], source.shape[-1]
+    logits, rstd = folded.new_empty((count, *tokens, heads)), folded.new_empty(tokens)
+    rule = block_rule(width // heads)
+    arguments = one_row(source) | dict(
+        queries=folded.narrow(0, first, count),
+        logits=logits,
+        rstd=rstd,
+        sites=count,
+        tokens=prod(tokens),
+        eps=eps,
+    )
+    grid = (ceil_div(prod(tokens), rule.tokens),)
+    run(Launch(score_kernel, grid, arguments, block_constants(heads, width), {"num_warps": rule.warps}))
+    return logits, rstd
+
+
+def mix(
+    sources: Sequence[Tensor],
+    logits: Sequence[Tensor],
+    firsts: Sequence[int],
+    site: int,
+    residual: Tensor | None,
+    gate: Tensor | None,
+    carried: Tensor | None,
+    carried_lse: Tensor | None,
+    dtype: torch.dtype,
+    keep: bool,
+    run: Run = Launch.run,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Output [..., d] and log-sum-exp [..., H] of one site, and the residue of the output's rounding (empty or int8)."""
+    like = shape_of([*sources, residual, carried])
+    heads = (logits[0] if carried_lse is None else carried_lse).shape[-1]
+    out = like.new_empty(like.shape, dtype=dtype)
+    lse = like.new_empty((*like.shape[:-1], heads), dtype=torch.float32)
+    residue = like.new_empty(like.shape if keep else (0,), dtype=torch.int8)
+    known = [row_at(row, site - first, lse) for row, first in zip(logits, firsts, strict=True)]
+    before = None if carried is None or carried_lse is None else (carried_lse, None, carried)
+    rows = [source.expand(like.shape) for source in sources]
+    finished = dict(out=out, lse=lse, residue=residue if keep else None)
+    for launch in mix_launches(rows, known, 1, before, residual, gate, **finished):
+        run(launch)
+    return out, lse, residue
+
+
+def mix_tile(
+    sources: Sequence[Tensor],
+    logits: Sequence[Tensor],
+    firsts: Sequence[int],
+    sites: Sequence[int],
+    run: Run = Launch.run,
+) -> tuple[list[Tensor], list[Tensor]]:
+    """For each of consecutive sites the mixture over these sources alone, float32 [..., d], and its log-sum-exp."""
+    like, count = sources[0], len(sites)
+    assert list(sites) == list(range(sites[0], sites[0] + count)), "a tile's sites follow each other"
+    out = like.new_empty((count, *like.shape), dtype=torch.float32)
+    lse = like.new_empty((count, *like.shape[:-1], logits[0].shape[-1]), dtype=torch.float32)
+    known = [row.narrow(0, sites[0] - first, count) for row, first in zip(logits, firsts, strict=True)]
+    for launch in mix_launches(sources, known, count, None, None, None, out=out, lse=lse, residue=None):
+        run(launch)
+    return list(out.unbind()), list(lse.unbind())
+
+
+def coupling_from_sources(
+    grad_out: Tensor,
+    sources: Sequence[Tensor],
+    logits: Sequence[Tensor],
+    firsts: Sequence[int],
+    site: int,
+    lse: Tensor,
+    gate: Tensor | None,
+    run: Run = Launch.run,
+) -> tuple[Tensor, Tensor]:
+    """S = gate * <grad_out, mixture> a head, [..., H], and the gradient of the gate [1] (empty where absent)."""
+    (heads, width), tokens = (lse.shape[-1], grad_out.shape[-1]), prod(lse.shape[:-1])
+    total, mass = torch.empty_like(lse), torch.empty_like(lse)
+    rows, dout = rows_of([source.expand(grad_out.shape) for source in sources], None, grad_out)
+    assert dout is not None
+    known = [row_at(row, site - first, lse) for row, first in zip(logits, firsts, strict=True)]
+    rule = site_rule(heads, width // heads, grad_out.element_size())
+    constants = site_constants(heads, width // heads, grad_out)
+    for first in range(0, len(rows), RECTANGLE):
+        arguments = row_arguments(rows[first : first + RECTANGLE]) | dict(
+            grad_out=dout,
+            grad_stride=dout.stride(1),
+            grad_jump=jump_of(dout),
+            logits=padded(known[first : first + RECTANGLE]),
+            lse=lse,
+            coupled=total,
+            mass=mass,
+            carried=int(first > 0),
+            last=int(first + RECTANGLE >= len(rows)),
+            tokens=tokens,
+        )
+        run(Launch(coupling_kernel, (ceil_div(tokens, rule.tokens),), arguments, constants, site_options(rule)))
+    if gate is None:
+        return total, grad_out.new_empty(0)
+    return total * gate.to(total.dtype), total.sum().reshape(1).to(gate.dtype)
+
+
+def pull(
+    sources: Sequence[Tensor],
+    rstds: Sequence[Tensor],
+    logits: Sequence[Tensor],
+    firsts: Sequence[int],
+    sites: Sequence[int],
+    grad_outs: Sequence[Tensor],
+    lses: Sequence[Tensor],
+    couplings: Sequence[Tensor],
+    gates: Sequence[Tensor | None],
+    folded: Tensor,
+    carried: Sequence[Tensor],
+    wide: Sequence[bool],
+    shares: Tensor | None,
+    run: Run = Launch.run,
+) -> list[Tensor]:
+    """Gradient of each source [..., d] from all of the sites; the folded queries' gradients are added to shares, if any.
+
+    Several sources share one read of the gradients of up to RECTANGLE sites; between launches a gradient is float32.
+    """
+    heads, head_width = folded.shape[1:]
+    grads = [
+        source.new_empty(source.shape, dtype=torch.float32 if keep else source.dtype)
+        for source, keep in zip(sources, wide, strict=True)
+    ]
+    runs = runs_of(sites)
+    between = grads if len(runs) == 1 else [folded.new_empty(grad.shape) for grad in grads]
+    at = 0
+    while at < len(sources):
+        few = slice(at, at + pull_sources(heads, head_width, sources[0].element_size(), len(sources) - at))
+        before = list(carried[few])
+        for places in runs:
+            lowest, count = sites[places[0]], len(places)
+            after = (grads if places is runs[-1] else between)[few]
+            known = [row.narrow(0, lowest - first, count) for row, first in zip(logits[few], firsts[few], strict=True)]
+            dlogits = [torch.empty_like(row) for row in known]
+            arrived = [[x[place] for place in places] for x in (grad_outs, lses, couplings, gates)]
+            queries = folded.narrow(0, lowest, count)
+            run(pull_launch(sources[few], rstds[few], known, dlogits, before, after, *arrived, queries))
+            if shares is not None:
+                for source, rstd, dlogit in zip(sources[few], rstds[few], dlogits, strict=True):
+                    run(query_gradient_launch(source, rstd, dlogit, shares, lowest))
+            before = after
+        at = few.stop
+    return grads
+
+
+def pull_null(
+    source: Tensor, rstd: Tensor, logits: Tensor, grad_out: Tensor, lse: Tensor, coupling: Tensor, gate: Tensor | None,
+    folded: Tensor,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Gradient [d] of a null source, whose logits [1, H] are the same for every token, and that [1, H, K] of its query.
+
+    folded [H, K]. Only sums over tokens are needed, and none of the tokens' rows is written.
+    """
+    heads, head_width = folded.shape
+    dmix = grad_out.reshape(-1, heads, head_width).float()
+    if gate is not None:
+        dmix = dmix * gate.float()
+    x = source.float().view(heads, head_width)
+    weight = (logits - lse.view(-1, heads)).exp()  # [T, H]
+    dlogit = weight * ((dmix * x).sum(-1) - coupling.view(-1, heads))
+    total = dlogit.sum(0)  # [H]
+    normal = x * rstd
+    through_norm = (total * logits.view(heads)).sum() / source.numel()
+    grad = (weight.unsqueeze(-1) * dmix).sum(0) + rstd * (total.unsqueeze(-1) * folded - through_norm * normal)
+    return grad.flatten(), (total.unsqueeze(-1) * rounded_through(normal, source.dtype)).unsqueeze(0)
+
+
+def rounded_through(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """x rounded to dtype and back; by way of integers, since a compiler drops a cast that another undoes."""
+    if dtype == torch.float32:
+        return x
+    return x.to(dtype).view(torch.int16).view(dtype).float()
+
+
+def unfold(
+    shares: Tensor | None,
+    grads: Sequence[Tensor],
+    sites: Sequence[int],
+    queries: Sequence[Tensor],
+    key_weights: Sequence[Tensor | None],
+    run: Run = Launch.run,
+) -> tuple[list[Tensor], list[Tensor]]:
+    """Gradients of the queries and key weights (empty where absent) from what pulls left in shares, and from grads.
+
+    grads are of single sites, [1, H, K], those that ``sites`` names.
+    """
+    (heads, head_width), count = queries[0].shape, len(queries)
+    totals: list[Tensor] = []
+    if shares is not None:
+        summed = shares.new_empty((count, heads, head_width))
+        run(sum_launch(shares, summed))
+        totals.append(summed)
+    if grads:
+        absent = torch.zeros_like(grads[0])
+        at = dict(zip(sites, grads, strict=True))
+        totals.append(torch.cat([at.get(site, absent) for site in range(count)]))
+    total = sum(totals[1:], totals[0]).unbind()
+    weights = [weight for weight in key_weights if weight is not None]
+    weighted = [n for n, weight in enumerate(key_weights) if weight is not None]
+    dqueries, dkeys = list(total), [query.new_empty(0) for query in queries]
+    if weights:
+        wide = [weight.float().view(heads, head_width) for weight in weights]
+        scaled = torch._foreach_mul([total[n] for n in weighted], wide)
+        keys = torch._foreach_mul([total[n] for n in weighted], [queries[n].float() for n in weighted])
+        for n, grad, key in zip(weighted, scaled, keys, strict=True):
+            dqueries[n], dkeys[n] = grad, key.flatten().to(key_weights[n].dtype)
+    return [grad.to(query.dtype) for grad, query in zip(dqueries, queries, strict=True)], dkeys
+
+
+def runs_of(sites: Sequence[int]) -> list[list[int]]:
+    """Places in ``sites`` of runs of consecutive sites, at most RECTANGLE long, each in ascending order."""
+    order = sorted(range(len(sites)), key=sites.__getitem__)
+    breaks = [0, *(n + 1 for n, (a, b) in enumerate(pairwise(order)) if sites[b] != sites[a] + 1), len(order)]
+    return [
+        order[first : min(first + RECTANGLE, end)]
+        for start, end in pairwise(breaks)
+        for first in range(start, end, RECTANGLE)
+    ]
+
+
+def mix_launches(
+    sources: Sequence[Tensor],
+    logits: Sequence[Tensor],
+    sites: int,
+    before: State | None,
+    residual: Tensor | None,
+    gate: Tensor | None,
+    *,
+    out: Tensor,
+    lse: Tensor,
+    residue: Tensor | None,
+) -> Iterator[Launch]:
+    """Mixtures of the sources at one or more sites, one launch for every RECTANGLE of them.
+
+    before is what other sources left, absent where these are all.
+    """
+    width, heads, tokens = out.shape[-1], lse.shape[-1], prod(lse.shape[:-1]) // sites
+    rows, extra = rows_of(sources or [out], None, residual)
+    rule = site_rule(heads, width // heads, rows[0].element_size())
+    constants = site_constants(heads, width // heads, rows[0]) | {
+        "GROUP": MIX_GROUP if sites == 1 else 1,
+        "SITES": sites,
+    }
+    units = ceil_div(heads, rule.heads) * ceil_div(width // heads, rule.columns)
+    unused: State = (lse,) * 3  # in the place of a state that is not read, or not written
+    read = before
+    for first in range(0, len(rows), RECTANGLE):
+        last = first + RECTANGLE >= len(rows)
+        written = unused if last else state_like(lse, sites, tokens, width)
+        carry = read or unused
+        arguments = row_arguments(rows[first : first + RECTANGLE]) | dict(
+            count=len(sources[first : first + RECTANGLE]),
+            logits=padded(list(logits[first : first + RECTANGLE]) or [lse]),
+            residual=extra,
+            residual_stride=None if extra is None else extra.stride(1),
+            residual_jump=None if extra is None else jump_of(extra),
+            gate=gate,
+            lse=lse,
+            out=out,
+            residue=residue,
+            carry_max=carry[0],
+            carry_sum=carry[1],
+            carry_mix=carry[2],
+            next_max=written[0],
+            next_sum=written[1],
+            next_mix=written[2],
+            carried=int(read is not None),
+            last=int(last),
+            tokens=tokens,
+        )
+        grid = (ceil_div(tokens, rule.tokens), units)
+        registers = min(128 if sites == 1 else 240, 2048 // rule.warps)  # a program must fit a multiprocessor
+        options = {"num_warps": rule.warps, "num_stages": 1, "maxnreg": registers}
+        yield Launch(mix_kernel, grid, arguments, constants, options)
+        read = written
+
+
+def pull_launch(
+    sources: Sequence[Tensor],
+    rstds: Sequence[Tensor],
+    logits: Sequence[Tensor],
+    dlogits: Sequence[Tensor],
+    carries: Sequence[Tensor],
+    grads: Sequence[Tensor],
+    douts: Sequence[Tensor],
+    lses: Sequence[Tensor],
+    couplings: Sequence[Tensor],
+    gates: Sequence[Tensor | None],
+    queries: Tensor,
+) -> Launch:
+    """The gradients of a few sources from at most RECTANGLE consecutive sites."""
+    (heads, head_width), tokens = queries.shape[1:], prod(lses[0].shape[:-1])
+    rule = site_rule(heads, head_width, sources[0].element_size())
+    placed, _ = rows_of([*sources, *douts], None, None)
+    own, placed = placed[: len(sources)], placed[len(sources) :]
+    arguments = row_arguments(placed)
+    arguments["douts"] = arguments.pop("sources")
+    gated = any(gate is not None for gate in gates)
+    arguments |= dict(
+        sources=tuple(own),
+        source_strides=tuple(row.stride(1) for row in own),
+        source_jumps=None if arguments["jumps"] is None else tuple(jump_of(row) for row in own),
+        rstds=tuple(rstds),
+        logits=tuple(logits),
+        dlogits=tuple(dlogits),
+        carries=tuple(carries) or tuple(rstds),  # of float32, and not read
+        grads=tuple(grads),
+        lses=padded(list(lses)),
+        couplings=padded(list(couplings)),
+        gates=padded([queries.new_ones(1) if gate is None else gate for gate in gates]) if gated else None,
+        queries=queries,
+        carried=int(bool(carries)),
+        tokens=tokens,
+    )
+    constants = site_constants(heads, head_width, sources[0])
+    del constants["GROUP"]
+    return Launch(pull_kernel, (ceil_div(tokens, rule.tokens),), arguments, constants, site_options(rule))
+
+
+def query_gradient_launch(source: Tensor, rstd: Tensor, dlogits: Tensor, shares: Tensor, first: int) -> Launch:
+    """Add sum over tokens of dl key to shares [programs, all sites, H, K]; dlogits [sites, ..., H] begin at site first."""
+    (sites, *leading, heads), width = dlogits.shape, source.shape[-1]
+    tokens = prod(leading)
+    rule = block_rule(width // heads)
+    arguments = one_row(source) | dict(
+        rstd=rstd,
+        dlogits=dlogits,
+        shares=shares,
+        first_site=first,
+        sites=sites,
+        pitch=shares.shape[1],
+        tokens=tokens,
+    )
+    grid = (shares.shape[0], heads * ceil_div(width // heads, rule.columns), ceil_div(sites, rule.sites))
+    return Launch(query_gradient, grid, arguments, block_constants(heads, width), {"num_warps": rule.warps})
+
+
+def sum_launch(shares: Tensor, total: Tensor) -> Launch:
+    """total = the sum of shares [programs, ...], in a fixed order."""
+    absent = dict.fromkeys(("null_sums", "gate_sums", "key_weight", "grad_key_weight", "grad_null", "grad_gate"))
+    width = prod(total.shape)
+    arguments = absent | dict(
+        query_sums=shares, query=shares, grad_query=total, programs=shares.shape[0], width=width
+    )
+    return Launch(site_sums, (ceil_div(width, SUM_CONSTANTS["COLUMNS"]),), arguments, SUM_CONSTANTS, {"num_warps": 4})
+
+
+def new_shares(folded: Tensor) -> Tensor:
+    """What the pulls of a family [sites, H, K] add the gradients of its folded queries to."""
+    sites, heads, head_width = folded.shape
+    return folded.new_zeros((block_rule(head_width).shares, sites, heads, head_width))
+
+
+def block_constants(heads: int, width: int) -> dict[str, int]:
+    rule = block_rule(width // heads)
+    return {"H": heads, "K": width // heads, "TOKENS": rule.tokens, "COLUMNS": rule.columns, "SITES": rule.sites}
+
+
+def one_row(source: Tensor) -> dict[str, Any]:
+    """What the kernels read a single source [..., d] by."""
+    (row,), _ = rows_of([source if source.dim() > 1 else source.unsqueeze(0)], None, None)
+    jump = jump_of(row)
+    return dict(source=row, stride=row.stride(1), jump=jump, inner=None if jump is None else row.shape[1])
+
+
+def state_like(like: Tensor, sites: int, tokens: int, width: int) -> State:
+    """An uninitialised state of `sites` sites."""
+    heads = like.shape[-1]
+    maximum, total, mixture = (like.new_empty((sites, tokens, size)) for size in (heads, heads, width))
+    return maximum, total, mixture
+
+
+def row_at(logits: Tensor, place: int, like: Tensor) -> Tensor:
+    """A row of logits [count, ..., H], or of a null source's [count, H], as [..., H] in memory of its own shape."""
+    return logits.select(0, place).expand(like.shape).contiguous()
+
+
+def shape_of(tensors: Sequence[Tensor | None]) -> Tensor:
+    """A tensor of the shape of the output: any but a null source among them."""
+    return max((tensor for tensor in tensors if tensor is not None), key=Tensor.dim)
