@@ -32,22 +32,25 @@ def emit(launch: Launch) -> None:
     strides = {name: value.stride() for name, value in arguments.items() if isinstance(value, Tensor)}
     target = node_target(named_kernel(launch), tuple(launch.options.items()), written(launch))
     args = tree_map(mode.tracer.unwrap_proxy, (launch.grid, arguments, strides))
-    mode.tracer.create_proxy("call_function", target, args, {}, name=launch.kernel.__name__)
+    mode.tracer.create_proxy("call_function", target, args, {}, name=launch.kernel.fn.__name__)
 
 
 @lru_cache(maxsize=None)
 def node_target(kernel: Any, options: tuple[tuple[str, int], ...], writes: frozenset[str]) -> Callable[..., None]:
-    """The function that stands in a graph for launches of a kernel; Inductor calls it to lower them."""
+    """The function that stands in a graph for launches of a kernel; Inductor calls it to lower them, on its own values."""
     config = triton.Config({}, **dict(options))
 
     def launch_kernel(grid: Sequence[Any], arguments: dict[str, Any], strides: dict[str, Sequence[Any]]) -> None:
+        if any(isinstance(value, Tensor) for value in arguments.values()):  # the graph is run as it is
+            kernel[tuple(grid)](**arguments, **dict(options))
+            return
         arguments = {
             name: laid_out(value, strides[name], written=name in writes) if name in strides else value
             for name, value in arguments.items()
         }
         KernelLaunch(kernel, config, [expression(size) for size in grid], arguments, writes)
 
-    launch_kernel.__name__ = kernel.__name__
+    launch_kernel.__name__ = kernel.fn.__name__
     launch_kernel._inductor_lowering_function = True  # type: ignore[attr-defined]
     has_side_effect(launch_kernel)
     return launch_kernel

@@ -32,7 +32,7 @@ WRITTEN = {
 def named_arguments(launch: Launch) -> dict[str, Any]:
     """The launch's arguments and constants by the names of ``named_kernel``'s parameters."""
     values: dict[str, Any] = {}
-    for parameter in launch.kernel.params:
+    for parameter in parameters_of(launch.kernel):
         name = parameter.name
         value = launch.constants[name] if name in launch.constants else launch.arguments[name]
         if isinstance(value, tuple):
@@ -45,7 +45,7 @@ def named_arguments(launch: Launch) -> dict[str, Any]:
 def written(launch: Launch) -> frozenset[str]:
     """The named arguments that the launch writes through."""
     names: list[str] = []
-    for name in WRITTEN[launch.kernel.__name__]:
+    for name in WRITTEN[launch.kernel.fn.__name__]:
         value = launch.arguments[name]
         names += [f"{name}_{i}" for i in range(len(value))] if isinstance(value, tuple) else [name]
     return frozenset(name for name in names)
@@ -55,7 +55,7 @@ def named_kernel(launch: Launch) -> Any:
     """The launch's kernel with ``named_arguments`` as parameters; floats, which would be float64, are constants."""
     parameters: list[str] = []
     passed: list[str] = []
-    for parameter in launch.kernel.params:
+    for parameter in parameters_of(launch.kernel):
         name = parameter.name
         value = launch.arguments.get(name)
         if isinstance(value, tuple):
@@ -69,6 +69,14 @@ def named_kernel(launch: Launch) -> Any:
     return rendered(launch.kernel, ", ".join(parameters), ", ".join(passed))
 
 
+@lru_cache(maxsize=None)
+def parameters_of(kernel: Any) -> Any:
+    """A kernel's parameters; the interpreter's functions do not tell theirs."""
+    if isinstance(kernel, triton.JITFunction):
+        return kernel.params
+    return triton.JITFunction(kernel.fn, do_not_specialize=kernel.kwargs["do_not_specialize"]).params
+
+
 def disguised(parameter: Any, value: Any) -> bool:
     """Whether a number travels as 2 n + 3."""
     return bool(parameter.do_not_specialize) and value is not None
@@ -77,10 +85,11 @@ def disguised(parameter: Any, value: Any) -> bool:
 @lru_cache(maxsize=None)
 def rendered(kernel: Any, parameters: str, passed: str) -> Any:
     """A kernel of these parameters that calls another; its source is where ``inspect`` finds it."""
-    name = f"{kernel.__name__}_named"
-    source = f"@triton.jit\ndef {name}({parameters}):\n    {kernel.__name__}({passed})\n"
+    inner = kernel.fn.__name__
+    name = f"{inner}_named"
+    source = f"@triton.jit\ndef {name}({parameters}):\n    {inner}({passed})\n"
     file = f"<{__name__}.{name}.{hash((parameters, passed))}>"
     linecache.cache[file] = (len(source), None, source.splitlines(keepends=True), file)
-    namespace = {"triton": triton, "tl": tl, kernel.__name__: kernel, "__name__": __name__}
+    namespace = {"triton": triton, "tl": tl, inner: kernel, "__name__": __name__}
     exec(compile(source, file, "exec"), namespace)
     return namespace[name]

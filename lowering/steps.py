@@ -415,7 +415,8 @@ def state_like(like: Tensor, sites: int, tokens: int, width: int) -> State:
 
 def row_at(logits: Tensor, place: int, like: Tensor) -> Tensor:
     """A row of logits [count, ..., H], or of a null source's [count, H], as [..., H] in memory of its own shape."""
-    return logits.select(0, place).expand(like.shape).contiguous()
+    row = logits.select(0, place)
+    return row if row.dim() == like.dim() else row.expand(like.shape).clone(memory_format=torch.contiguous_format)
 
 
 def shape_of(tensors: Sequence[Tensor | None]) -> Tensor:
