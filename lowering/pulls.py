@@ -108,8 +108,8 @@ def pull_dots(rows, dout, TILE: tl.constexpr, SOURCES: tl.constexpr):
         for r in tl.static_range(SOURCES):
             total = tl.zeros([TILE.ROWS, TILE.COLUMNS], tl.float32)
             for c in tl.static_range(TILE.CHUNKS):
-                u: tl.constexpr = h * TILE.CHUNKS + c
-                total += rows[r * TILE.UNITS + u].to(tl.float32) * dout[u].to(tl.float32)
+                other = dout[h * TILE.CHUNKS + c].to(tl.float32)
+                total += rows[r * TILE.UNITS + h * TILE.CHUNKS + c].to(tl.float32) * other
             products = products + (total,)
         dots = dots + sums(products, 1)
     return dots
@@ -203,9 +203,9 @@ def pull(
         updated = ()
         for r in tl.static_range(SOURCES):
             for u in tl.static_range(TILE.UNITS):
-                h: tl.constexpr = r * TILE.GROUPS + u // TILE.CHUNKS
                 query = load_unit(queries + m * TILE.WIDTH, token * 0, live, u, TILE)
-                part = weights[h][:, None] * dout[u].to(tl.float32) + (inverses[r] * through_key[h])[:, None] * query
+                part = weights[r * TILE.GROUPS + u // TILE.CHUNKS][:, None] * dout[u].to(tl.float32)
+                part += (inverses[r] * through_key[r * TILE.GROUPS + u // TILE.CHUNKS])[:, None] * query
                 updated = updated + (totals[r * TILE.UNITS + u] + part,)
         totals = updated
     summed = over_heads(norms, TILE)

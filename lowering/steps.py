@@ -22,7 +22,6 @@ from .launch import (
     row_arguments,
     rows_of,
     site_constants,
-    site_options,
 )
 from .pulls import coupling as coupling_kernel
 from .pulls import pull as pull_kernel
@@ -52,7 +51,7 @@ def score(
         eps=eps,
     )
     grid = (ceil_div(prod(tokens), rule.tokens),)
-    run(Launch(score_kernel, grid, arguments, block_constants(heads, width), {"num_warps": rule.warps}))
+    run(Launch(score_kernel, grid, arguments, block_constants(heads, width), step_options(rule.warps)))
     return logits, rstd
 
 
@@ -133,7 +132,7 @@ def coupling_from_sources(
             last=int(first + RECTANGLE >= len(rows)),
             tokens=tokens,
         )
-        run(Launch(coupling_kernel, (ceil_div(tokens, rule.tokens),), arguments, constants, site_options(rule)))
+        run(Launch(coupling_kernel, (ceil_div(tokens, rule.tokens),), arguments, constants, step_options(rule.warps)))
     if gate is None:
         return total, grad_out.new_empty(0)
     return total * gate.to(total.dtype), total.sum().reshape(1).to(gate.dtype)
@@ -312,9 +311,7 @@ def mix_launches(
             tokens=tokens,
         )
         grid = (ceil_div(tokens, rule.tokens), units)
-        registers = min(128 if sites == 1 else 240, 2048 // rule.warps)  # a program must fit a multiprocessor
-        options = {"num_warps": rule.warps, "num_stages": 1, "maxnreg": registers}
-        yield Launch(mix_kernel, grid, arguments, constants, options)
+        yield Launch(mix_kernel, grid, arguments, constants, step_options(rule.warps))
         read = written
 
 
@@ -357,7 +354,7 @@ def pull_launch(
     )
     constants = site_constants(heads, head_width, sources[0])
     del constants["GROUP"]
-    return Launch(pull_kernel, (ceil_div(tokens, rule.tokens),), arguments, constants, site_options(rule))
+    return Launch(pull_kernel, (ceil_div(tokens, rule.tokens),), arguments, constants, step_options(rule.warps))
 
 
 def query_gradient_launch(source: Tensor, rstd: Tensor, dlogits: Tensor, shares: Tensor, first: int) -> Launch:
@@ -375,7 +372,7 @@ def query_gradient_launch(source: Tensor, rstd: Tensor, dlogits: Tensor, shares:
         tokens=tokens,
     )
     grid = (shares.shape[0], heads * ceil_div(width // heads, rule.columns), ceil_div(sites, rule.sites))
-    return Launch(query_gradient, grid, arguments, block_constants(heads, width), {"num_warps": rule.warps})
+    return Launch(query_gradient, grid, arguments, block_constants(heads, width), step_options(rule.warps))
 
 
 def sum_launch(shares: Tensor, total: Tensor) -> Launch:
@@ -397,6 +394,11 @@ def new_shares(folded: Tensor) -> Tensor:
 def block_constants(heads: int, width: int) -> dict[str, int]:
     rule = block_rule(width // heads)
     return {"H": heads, "K": width // heads, "TOKENS": rule.tokens, "COLUMNS": rule.columns, "SITES": rule.sites}
+
+
+def step_options(warps: int) -> dict[str, int]:
+    """The compiler's options; no limit of registers, since Inductor hands none on."""
+    return {"num_warps": warps, "num_stages": 1}
 
 
 def one_row(source: Tensor) -> dict[str, Any]:
