@@ -1,23 +1,21 @@
 """``mhar::route`` and ``mhar::route_backward`` on a GPU: which kernels are launched, on what.
 
-A launch is a value: the same one is run eagerly, compiled ahead of time and counted. Sources are read where they lie;
-one whose tokens are not evenly spaced in memory is copied once.
+A launch is a value: the same one is run eagerly, compiled ahead of time and counted. Sources, residual and gradient are
+read where they lie, with one stride from token to token or with two (see rows_of); what is more irregular is copied.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from math import prod
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from .rules import RECTANGLE, SiteRule, ceil_div, site_rule
+from .rules import RECTANGLE, SiteRule, SumRule, ceil_div, site_rule
 from .site import site_backward, site_coupling, site_forward, site_sums
-
-# The second stage of the sums: 32 rows at a time, and 32 columns, which are 128 bytes and enough programs at d 512.
-SUM_CONSTANTS = {"PROGRAMS": 32, "COLUMNS": 32}
 
 
 @dataclass(frozen=True)
@@ -54,8 +52,8 @@ def route(
     rstd = like.new_empty((count, *tokens), dtype=torch.float32)
     if out.numel():
         with torch.cuda.device_of(out):
-            rows = rows_of(sources, null_source, out)
-            for launch in forward_launches(rows, query, key_weight, residual, gate, eps, out, logits, lse, rstd):
+            arguments = sources, query, key_weight, null_source, residual, gate, eps
+            for launch in forward_launches(*arguments, out, logits, lse, rstd):
                 launch.run()
     return out, logits, lse, rstd
 
@@ -82,19 +80,18 @@ def route_backward(
     parameters = like(query), like(key_weight), like(null_source), like(gate)
     if grad_out.numel():
         with torch.cuda.device_of(grad_out):
-            rows = rows_of(sources, null_source, grad_out)
             known = logits.contiguous(), lse.contiguous(), rstd.contiguous()
-            for launch in backward_launches(
-                row_of(grad_out), rows, grads, query, key_weight, null_source, gate, *known, *parameters
-            ):
+            arguments = grad_out, sources, query, key_weight, null_source, gate, *known
+            for launch in backward_launches(*arguments, grads, *parameters):
                 launch.run()
     return grads, *parameters
 
 
 def forward_launches(
-    rows: list[Tensor],
+    sources: Sequence[Tensor],
     query: Tensor,
     key_weight: Tensor | None,
+    null_source: Tensor | None,
     residual: Tensor | None,
     gate: Tensor | None,
     eps: float,
@@ -104,22 +101,20 @@ def forward_launches(
     rstd: Tensor,
 ) -> Iterator[Launch]:
     """One launch for every RECTANGLE sources; from one to the next the float32 (max, sum, mixture) is carried."""
-    (heads, head_width), (tokens, width) = query.shape, rows[0].shape
+    (heads, head_width), width = query.shape, out.shape[-1]
+    tokens = out.numel() // width
     rule = site_rule(heads, head_width, out.element_size())
-    extra = None if residual is None else row_of(residual)
+    rows, extra = rows_of(sources, null_source, residual)
     carry = [logits] * 3  # read and written by nobody where one launch is enough
     if len(rows) > RECTANGLE:
         carry = [lse.new_empty(shape) for shape in ((tokens, heads), (tokens, heads), (tokens, width))]
     for first in range(0, len(rows), RECTANGLE):
-        part = rows[first : first + RECTANGLE]
-        arguments = dict(
-            sources=padded(part),
-            strides=padded([row.stride(0) for row in part]),
-            count=len(part),
+        arguments = row_arguments(rows[first : first + RECTANGLE]) | dict(
             query=query.contiguous(),
             key_weight=None if key_weight is None else key_weight.contiguous(),
             residual=extra,
-            residual_stride=None if extra is None else extra.stride(0),
+            residual_stride=None if extra is None else extra.stride(1),
+            residual_jump=None if extra is None else jump_of(extra),
             gate=gate,
             logits=logits[first:],
             rstd=rstd[first:],
@@ -139,8 +134,7 @@ def forward_launches(
 
 def backward_launches(
     grad_out: Tensor,
-    rows: list[Tensor],
-    grads: list[Tensor],
+    sources: Sequence[Tensor],
     query: Tensor,
     key_weight: Tensor | None,
     null_source: Tensor | None,
@@ -148,14 +142,18 @@ def backward_launches(
     logits: Tensor,
     lse: Tensor,
     rstd: Tensor,
+    grads: list[Tensor],
     grad_query: Tensor,
     grad_key_weight: Tensor,
     grad_null: Tensor,
     grad_gate: Tensor,
 ) -> Iterator[Launch]:
     """Gradients in one launch for at most RECTANGLE sources, else all dots first; then the sums over tokens."""
-    (heads, head_width), (tokens, width) = query.shape, grad_out.shape
+    (heads, head_width), width = query.shape, grad_out.shape[-1]
+    tokens = grad_out.numel() // width
     rule = site_rule(heads, head_width, grad_out.element_size())
+    rows, dout = rows_of(sources, null_source, grad_out)
+    assert dout is not None
     programs = min(rule.programs, ceil_div(tokens, rule.tokens))
     nulls = int(null_source is not None)
     targets = [rows[0]] * nulls + grads  # the null source's slot is never written
@@ -167,13 +165,10 @@ def backward_launches(
     constants = site_constants(heads, head_width, grad_out)
 
     def shared(first: int) -> dict[str, Any]:
-        part = rows[first : first + RECTANGLE]
-        return dict(
-            grad_out=grad_out,
-            grad_stride=grad_out.stride(0),
-            sources=padded(part),
-            strides=padded([row.stride(0) for row in part]),
-            count=len(part),
+        return row_arguments(rows[first : first + RECTANGLE]) | dict(
+            grad_out=dout,
+            grad_stride=dout.stride(1),
+            grad_jump=jump_of(dout),
             logits=logits[first:],
             lse=lse,
             dots=dots[first:],
@@ -213,8 +208,16 @@ def backward_launches(
         programs=programs,
         width=width,
     )
-    grid = (ceil_div(width, SUM_CONSTANTS["COLUMNS"]),)
-    yield Launch(site_sums, grid, arguments, SUM_CONSTANTS, {"num_warps": 4})
+    yield sums_launch(arguments)
+
+
+def sums_launch(arguments: dict[str, Any]) -> Launch:
+    """The second stage of the sums over tokens, over the columns of all shares."""
+    rule = SumRule()
+    constants = {"PROGRAMS": rule.programs, "COLUMNS": rule.columns}
+    return Launch(
+        site_sums, (ceil_div(arguments["width"], rule.columns),), arguments, constants, {"num_warps": rule.warps}
+    )
 
 
 def site_constants(heads: int, head_width: int, like: Tensor) -> dict[str, int]:
@@ -233,19 +236,58 @@ def site_options(rule: SiteRule) -> dict[str, int]:
     return {"num_warps": rule.warps, "num_stages": 1, "maxnreg": rule.registers}
 
 
-def rows_of(sources: Sequence[Tensor], null_source: Tensor | None, like: Tensor) -> list[Tensor]:
-    """The sources as [tokens, d], the null source first, in their dtype and with stride 0 over tokens."""
-    rows = [row_of(source) for source in sources]
+def rows_of(
+    sources: Sequence[Tensor], null_source: Tensor | None, other: Tensor | None
+) -> tuple[list[Tensor], Tensor | None]:
+    """The sources [..., d], the null source first, and one more tensor like them, all as [outer, inner, d].
+
+    Token t is [t // inner, t % inner]. The shape is the same for all, such that the fewest are copied; outer is 1 where
+    one stride leads from token to token in every tensor. The null source has their dtype and stride 0.
+    """
+    tensors = [*sources] if other is None else [*sources, other]
+    tensors = [x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous() for x in tensors]
+    shape = common_shape(tensors)
+    rows = [x.reshape(shape) for x in tensors]
+    last = None if other is None else rows.pop()
     if null_source is not None:
-        null = null_source.to(like.dtype).contiguous()
-        rows.insert(0, null.expand(like.numel() // like.shape[-1], -1))
-    return rows
+        rows.insert(0, null_source.to(tensors[0].dtype).contiguous().expand(shape))
+    return rows, last
 
 
-def row_of(x: Tensor) -> Tensor:
-    """[..., d] as [tokens, d], width contiguous: a view where one stride leads from token to token, else a copy."""
-    rows = x.reshape(-1, x.shape[-1])
-    return rows if rows.stride(1) == 1 or rows.shape[1] == 1 else rows.contiguous()
+def common_shape(tensors: Sequence[Tensor]) -> tuple[int, int, int]:
+    """[outer, inner, d] in which the most of these tensors [..., d] can be viewed; outer is 1 where all can be."""
+    *leading, width = tensors[0].shape
+    shapes = [(prod(leading[:n]), prod(leading[n:]), width) for n in range(max(len(leading), 1))]
+    if all(fits(x, shapes[0]) for x in tensors):
+        return shapes[0]
+    return max(shapes, key=lambda shape: sum(fits(x, shape) for x in tensors))
+
+
+def fits(x: Tensor, shape: tuple[int, ...]) -> bool:
+    """Whether a tensor can be viewed in a shape without a copy."""
+    try:
+        x.view(shape)
+    except RuntimeError:
+        return False
+    return True
+
+
+def row_arguments(rows: list[Tensor]) -> dict[str, Any]:
+    """What the kernels read up to RECTANGLE rows [outer, inner, d] by."""
+    uneven = rows[0].shape[0] > 1
+    return dict(
+        sources=padded(rows),
+        strides=padded([row.stride(1) for row in rows]),
+        jumps=padded([jump_of(row) for row in rows]) if uneven else None,
+        inner=rows[0].shape[1] if uneven else None,
+        count=len(rows),
+    )
+
+
+def jump_of(row: Tensor) -> int | None:
+    """What is added to a token's offset for every `inner` tokens before it; None where its stride is all there is."""
+    outer, inner, _ = row.shape
+    return None if outer == 1 else row.stride(0) - inner * row.stride(1)
 
 
 def padded(values: list[Any]) -> tuple[Any, ...]:

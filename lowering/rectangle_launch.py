@@ -1,31 +1,27 @@
 """Launches of the kernels of a rectangle of sources x sites, on tensors that the caller allocates.
 
-Shapes as in rectangles.py; sources and gradients are rows [tokens, d], see ``launch.row_of``.
+Shapes as in rectangles.py; sources and gradients are [..., d], read where they lie as ``launch.rows_of`` says.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import Any
 
-import torch
 from torch import Tensor
 
-from .launch import SUM_CONSTANTS, Launch, padded, site_constants, site_options
+from .launch import Launch, jump_of, padded, row_arguments, rows_of, site_constants, site_options, sums_launch
 from .rectangles import mix, pull, query_gradient, score
-from .rules import RECTANGLE, block_rule, ceil_div, site_rule
-from .site import site_sums
+from .rules import RECTANGLE, block_rule, ceil_div, mix_rule, site_rule
 
 State = tuple[Tensor, Tensor, Tensor]  # (max, sum, mixture), float32 [sites, tokens, H] twice and [sites, tokens, d]
-MIX_GROUP = 4  # 16-byte loads of a thread in flight before the first is used; 1 beside the sums of several sites
 
 
 def score_launch(source: Tensor, queries: Tensor, eps: float, logits: Tensor, rstd: Tensor) -> Launch:
     """One source's rstd [tokens] and logits [sites, tokens, H] against queries [sites, d]."""
-    (tokens, width), heads = source.shape, logits.shape[-1]
+    width, (_, tokens, heads) = source.shape[-1], logits.shape
     rule = block_rule(width // heads)
-    arguments = dict(
-        source=source,
-        stride=source.stride(0),
+    arguments = source_arguments(source) | dict(
         queries=queries,
         logits=logits,
         rstd=rstd,
@@ -34,11 +30,12 @@ def score_launch(source: Tensor, queries: Tensor, eps: float, logits: Tensor, rs
         eps=eps,
     )
     constants = {"H": heads, "K": width // heads, "TOKENS": rule.tokens, "COLUMNS": rule.columns, "SITES": rule.sites}
-    return Launch(score, (ceil_div(tokens, rule.tokens),), arguments, constants, {"num_warps": rule.warps})
+    options = {"num_warps": rule.warps, "num_stages": rule.stages}
+    return Launch(score, (ceil_div(tokens, rule.tokens),), arguments, constants, options)
 
 
 def mix_launches(
-    rows: Sequence[Tensor],
+    sources: Sequence[Tensor],
     logits: Sequence[Tensor],
     sites: int,
     before: State | None = None,
@@ -48,17 +45,16 @@ def mix_launches(
     residual: Tensor | None = None,
     gate: Tensor | None = None,
 ) -> Iterator[Launch]:
-    """Mixtures of the rows at one or more sites, one launch for every RECTANGLE rows.
+    """Mixtures of the sources at one or more sites, one launch for every RECTANGLE of them.
 
     before is what earlier sources left, absent where these are the first. after is written, unless out and lse, of a
     single site, are given; its max and sum are other memory than before's.
     """
-    (tokens, width), heads = rows[0].shape, logits[0].shape[-1]
-    rule = site_rule(heads, width // heads, rows[0].element_size())
-    constants = site_constants(heads, width // heads, rows[0]) | {
-        "GROUP": MIX_GROUP if sites == 1 else 1,
-        "SITES": sites,
-    }
+    width, (tokens, heads) = sources[0].shape[-1], logits[0].shape[-2:]
+    rule = site_rule(heads, width // heads, sources[0].element_size())
+    own = mix_rule(rule, sites)
+    rows, extra = rows_of(sources, None, residual)
+    constants = site_constants(heads, width // heads, rows[0]) | {"GROUP": own.group, "SITES": sites}
     units = ceil_div(heads, rule.heads) * ceil_div(width // heads, rule.columns)
     unused = (logits[0],) * 3  # in the place of a state that is not read, or not written
     read = before
@@ -66,16 +62,13 @@ def mix_launches(
         final = first + RECTANGLE >= len(rows)
         written = after or unused
         if not final:
-            written = state_like(rows[0], sites, heads)
+            written = state_like(logits[0], sites, width)
         carry = read or unused
-        part = list(rows[first : first + RECTANGLE])
-        arguments = dict(
-            sources=padded(part),
-            strides=padded([row.stride(0) for row in part]),
+        arguments = row_arguments(rows[first : first + RECTANGLE]) | dict(
             logits=padded(list(logits[first : first + RECTANGLE])),
-            count=len(part),
-            residual=residual,
-            residual_stride=None if residual is None else residual.stride(0),
+            residual=extra,
+            residual_stride=None if extra is None else extra.stride(1),
+            residual_jump=None if extra is None else jump_of(extra),
             gate=gate,
             lse=unused[0] if lse is None else lse,
             out=rows[0] if out is None else out,
@@ -90,18 +83,22 @@ def mix_launches(
             tokens=tokens,
         )
         grid = (ceil_div(tokens, rule.tokens), units)
-        registers = min(128 if sites == 1 else 240, 2048 // rule.warps)  # a program must fit a multiprocessor
-        options = {"num_warps": rule.warps, "num_stages": 1, "maxnreg": registers}
+        options = {"num_warps": rule.warps, "num_stages": 1, "maxnreg": own.registers}
         yield Launch(mix, grid, arguments, constants, options)
         read = written
 
 
-def state_like(row: Tensor, sites: int, heads: int) -> State:
-    """An uninitialised state of `sites` sites on the device of a row [tokens, d]."""
-    tokens, width = row.shape
-    maximum, total, mixture = (
-        row.new_empty((sites, tokens, size), dtype=torch.float32) for size in (heads, heads, width)
-    )
+def source_arguments(source: Tensor) -> dict[str, Any]:
+    """What the kernels read a single source by."""
+    (row,), _ = rows_of([source], None, None)
+    jump = jump_of(row)
+    return dict(source=row, stride=row.stride(1), jump=jump, inner=None if jump is None else row.shape[1])
+
+
+def state_like(logits: Tensor, sites: int, width: int) -> State:
+    """An uninitialised state of `sites` sites on the device of logits [..., tokens, H]."""
+    tokens, heads = logits.shape[-2:]
+    maximum, total, mixture = (logits.new_empty((sites, tokens, size)) for size in (heads, heads, width))
     return maximum, total, mixture
 
 
@@ -118,23 +115,26 @@ def pull_launches(
     carry: Tensor,
     grad: Tensor,
 ) -> Iterator[Launch]:
-    """The gradient of a source [tokens, d] from all sites that read it, one launch for every RECTANGLE sites.
+    """The gradient of a source [..., d] from all sites that read it, one launch for every RECTANGLE sites.
 
     scales [sites] float32 are the gates, 1 where there is none. carry [tokens, d] float32 is the sum between windows.
     """
-    (tokens, width), heads = source.shape, logits.shape[-1]
+    width, (_, tokens, heads) = source.shape[-1], logits.shape
     rule = site_rule(heads, width // heads, source.element_size())
+    rows, own = rows_of(douts, None, source)
+    assert own is not None
     constants = site_constants(heads, width // heads, source)
     del constants["GROUP"]
     for first in range(0, len(douts), RECTANGLE):
         window = slice(first, first + RECTANGLE)
         last = first + RECTANGLE >= len(douts)
-        arguments = dict(
-            source=source,
-            stride=source.stride(0),
+        arguments = row_arguments(rows[window])
+        arguments["douts"] = arguments.pop("sources")
+        arguments |= dict(
+            source=own,
+            stride=own.stride(1),
+            jump=jump_of(own),
             rstd=rstd,
-            douts=padded(list(douts[window])),
-            dout_strides=padded([dout.stride(0) for dout in douts[window]]),
             scales=scales[window],
             queries=queries[window],
             logits=logits[window],
@@ -143,7 +143,6 @@ def pull_launches(
             dlogits=dlogits[window],
             carry=carry,
             grad=grad if last else carry,
-            count=len(douts[window]),
             carried=int(first > 0),
             tokens=tokens,
         )
@@ -154,11 +153,9 @@ def query_gradient_launches(
     source: Tensor, rstd: Tensor, dlogits: Tensor, shares: Tensor, grad_queries: Tensor
 ) -> Iterator[Launch]:
     """grad_queries [sites, d] = sum over tokens of dl key, in two stages; shares [programs, sites, d]; all float32."""
-    (tokens, width), (sites, _, heads) = source.shape, dlogits.shape
+    width, (sites, tokens, heads) = source.shape[-1], dlogits.shape
     rule = block_rule(width // heads)
-    arguments = dict(
-        source=source,
-        stride=source.stride(0),
+    arguments = source_arguments(source) | dict(
         rstd=rstd,
         dlogits=dlogits,
         shares=shares,
@@ -172,6 +169,4 @@ def query_gradient_launches(
     arguments = absent | dict(
         query_sums=shares, query=shares, grad_query=grad_queries, programs=len(shares), width=sites * width
     )
-    yield Launch(
-        site_sums, (ceil_div(sites * width, SUM_CONSTANTS["COLUMNS"]),), arguments, SUM_CONSTANTS, {"num_warps": 4}
-    )
+    yield sums_launch(arguments)

@@ -3,8 +3,9 @@
 They are what a graph of many sites is made of: a source is scored against all its readers when it is born, a site's
 mixture starts from logits that are known, and a source's gradient is gathered from its readers at once.
 
-Shapes: source, dout, out [tokens, d] with a stride between tokens; queries [sites, d] float32, key weight included;
-logits, dlogits [sites, tokens, H]; rstd [tokens]; lse, coupling [tokens, H] of one site. coupling is <dout, mix>.
+Shapes: sources, douts, residual: rows of d values with a stride, and a jump every `inner` tokens, as in site.py; out,
+grad [tokens, d]; queries [sites, d] float32, key weight included; logits, dlogits [sites, tokens, H]; rstd [tokens];
+lse, coupling [tokens, H] of one site. coupling is <dout, mix>.
 """
 
 import triton
@@ -13,16 +14,16 @@ import triton.language as tl
 from .tiles import (
     PAIRED,
     heads_of,
-    lanes_of,
     load_heads,
     load_row,
     load_unit,
     mask_heads,
-    mask_unit,
     over_heads,
     pick,
+    pick_row,
+    place_of,
     rounded_key,
-    start_of,
+    start_of_row,
     store_heads,
     store_unit,
     sums,
@@ -49,20 +50,22 @@ def exact_dot(narrow, wide, total):
 
 
 @triton.jit
-def block_of(source, stride, token, live, head, first, K: tl.constexpr, COLUMNS: tl.constexpr):
-    """COLUMNS columns of one head, for a block of tokens: [TOKENS, COLUMNS], zero where masked."""
+def block_of(source, start, live, head, first, K: tl.constexpr, COLUMNS: tl.constexpr):
+    """COLUMNS columns of one head, for a block of tokens' rows: [TOKENS, COLUMNS], zero where masked."""
     column = first + tl.arange(0, COLUMNS)
     mask = live[:, None]
     if K % COLUMNS != 0:
         mask = mask & (column < K)[None, :]
-    offsets = token[:, None] * stride + (head * K + column)[None, :]
+    offsets = start[:, None] + (head * K + column)[None, :]
     return tl.load(source + offsets, mask=mask, other=0.0)
 
 
-@triton.jit(do_not_specialize=["sites", "tokens"])
+@triton.jit(do_not_specialize=["inner", "sites", "tokens"])
 def score(
     source,
     stride,
+    jump,
+    inner,
     queries,
     logits,
     rstd,
@@ -78,10 +81,11 @@ def score(
     """Reciprocal RMS of one source and its logits against every query, SITES at a time, for one block of tokens."""
     token = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
     live = token < tokens
+    start = start_of_row(place_of(token, inner), stride, jump)
     square = tl.zeros([TOKENS, COLUMNS], tl.float32)
     for head in range(0, H):
         for first in range(0, K, COLUMNS):
-            x = block_of(source, stride, token, live, head, first, K, COLUMNS).to(tl.float32)
+            x = block_of(source, start, live, head, first, K, COLUMNS).to(tl.float32)
             square += x * x
     inverse = tl.rsqrt(tl.sum(square, 1) * (1.0 / (H * K)) + eps)
     tl.store(rstd + token, inverse, mask=live)
@@ -90,7 +94,7 @@ def score(
         for head in range(0, H):
             total = tl.zeros([TOKENS, SITES], tl.float32)
             for first in range(0, K, COLUMNS):
-                x = block_of(source, stride, token, live, head, first, K, COLUMNS)
+                x = block_of(source, start, live, head, first, K, COLUMNS)
                 key = rounded_key(x, inverse)
                 column = first + tl.arange(0, COLUMNS)
                 at = site.to(tl.int64)[None, :] * (H * K) + (head * K + column)[:, None]
@@ -101,23 +105,77 @@ def score(
 
 
 @triton.jit
-def absorb_one(top, total, mix, logit, x):
+def load_states(maximum, total, mixture, token, tokens, live, unit, TILE: tl.constexpr, SITES: tl.constexpr):
+    """(max, sum, mixture) of every site for one unit, one after the other in a tuple; empty where not live."""
+    at = token * TILE.H + heads_of(unit // TILE.CHUNKS, TILE)
+    heads = mask_heads(live, unit // TILE.CHUNKS, TILE)
+    states = ()
+    for s in tl.static_range(SITES):
+        site = tokens.to(tl.int64) * s
+        top = tl.load(maximum + site * TILE.H + at, mask=heads, other=float("-inf"))
+        weights = tl.load(total + site * TILE.H + at, mask=heads, other=0.0)
+        mixed = load_unit(mixture + site * TILE.WIDTH, token * TILE.WIDTH, live, unit, TILE)
+        states = states + (top, weights, mixed)
+    return states
+
+
+@triton.jit
+def store_states(
+    maximum, total, mixture, states, token, tokens, live, unit, TILE: tl.constexpr, SITES: tl.constexpr
+):  # fmt: skip
+    """Write what load_states reads; the first unit of a head writes its max and sum."""
+    at = token * TILE.H + heads_of(unit // TILE.CHUNKS, TILE)
+    once = mask_heads(live, unit // TILE.CHUNKS, TILE) & (unit % TILE.CHUNKS == 0)
+    for s in tl.static_range(SITES):
+        site = tokens.to(tl.int64) * s
+        tl.store(maximum + site * TILE.H + at, states[3 * s], mask=once)
+        tl.store(total + site * TILE.H + at, states[3 * s + 1], mask=once)
+        store_unit(mixture + site * TILE.WIDTH, states[3 * s + 2], token, live, unit, TILE)
+
+
+@triton.jit
+def absorb_one(state, logit, x):
     """One more source into the running (max, sum, mixture) of one site."""
-    highest = tl.maximum(top, logit)
+    highest = tl.maximum(state[0], logit)
     shift = tl.where(highest == float("-inf"), 0.0, highest)
-    decay = tl.exp(top - shift)
+    decay = tl.exp(state[0] - shift)
     weight = tl.exp(logit - shift)
-    return highest, total * decay + weight, mix * decay[:, None] + weight[:, None] * x.to(tl.float32)
+    return highest, state[1] * decay + weight, state[2] * decay[:, None] + weight[:, None] * x.to(tl.float32)
 
 
-@triton.jit(do_not_specialize=["count", "carried", "last", "tokens"])
+@triton.jit
+def absorb_rows(
+    states, sources, logits, first, count, place, tokens, live, unit,
+    TILE: tl.constexpr, GROUP: tl.constexpr, SITES: tl.constexpr,
+):  # fmt: skip
+    """GROUP more sources, whose loads are in flight together, into the states of every site."""
+    head = place[0] * TILE.H + heads_of(unit // TILE.CHUNKS, TILE)
+    rows = ()
+    for i in tl.static_range(GROUP):
+        source, start = pick_row(sources, first + i, place)
+        rows = rows + (load_unit(source, start, live & (first + i < count), unit, TILE),)
+    for i in tl.static_range(GROUP):
+        scores = pick(logits, first + i)
+        present = mask_heads(live, unit // TILE.CHUNKS, TILE) & (first + i < count)
+        updated = ()
+        for s in tl.static_range(SITES):
+            logit = tl.load(scores + tokens.to(tl.int64) * (s * TILE.H) + head, mask=present, other=float("-inf"))
+            updated = updated + absorb_one((states[3 * s], states[3 * s + 1], states[3 * s + 2]), logit, rows[i])
+        states = updated
+    return states
+
+
+@triton.jit(do_not_specialize=["inner", "count", "carried", "last", "tokens"])
 def mix(
     sources,
     strides,
+    jumps,
+    inner,
     logits,
     count,
     residual,
     residual_stride,
+    residual_jump,
     gate,
     lse,
     out,
@@ -145,64 +203,40 @@ def mix(
     by the programs of all of a head's units, next_max and next_sum written by one: they must not be the same memory.
     """
     TILE: tl.constexpr = tile_of(H, K, TOKENS, HEADS, COLUMNS)
+    unit = tl.program_id(1)
     token = tokens_of(tl.program_id(0), TILE)
     live = token < tokens
-    unit = tl.program_id(1)
-    group = unit // TILE.CHUNKS
-    row = token * H + heads_of(group, TILE)
-    heads = mask_heads(live, group, TILE)
-    place = token[:, None] * TILE.WIDTH + start_of(unit, TILE) + lanes_of(TILE)
-    inside = mask_unit(live, unit, TILE)
-    state = ()
-    for s in tl.static_range(SITES):
-        site = tokens.to(tl.int64) * s
-        top = tl.load(carry_max + site * H + row, mask=heads & (carried != 0), other=float("-inf"))
-        total = tl.load(carry_sum + site * H + row, mask=heads & (carried != 0), other=0.0)
-        mixed = tl.load(carry_mix + site * TILE.WIDTH + place, mask=inside & (carried != 0), other=0.0)
-        state = state + (top, total, mixed)
-
+    place = place_of(token, inner)
+    state = load_states(carry_max, carry_sum, carry_mix, token, tokens, live & (carried != 0), unit, TILE, SITES)
+    placed = (sources, strides, jumps)
     for first in range(0, count, GROUP):
-        rows = ()
-        for i in tl.static_range(GROUP):
-            present = live & (first + i < count)
-            stride = pick(strides, first + i)
-            rows = rows + (load_unit(pick(sources, first + i), token, stride, present, unit, TILE),)
-        for i in tl.static_range(GROUP):
-            scores = pick(logits, first + i)
-            present = heads & (first + i < count)
-            updated = ()
-            for s in tl.static_range(SITES):
-                at = scores + tokens.to(tl.int64) * (s * H) + row
-                logit = tl.load(at, mask=present, other=float("-inf"))
-                updated = updated + absorb_one(state[3 * s], state[3 * s + 1], state[3 * s + 2], logit, rows[i])
-            state = updated
-
+        state = absorb_rows(state, placed, logits, first, count, place, tokens, live, unit, TILE, GROUP, SITES)
     if SITES == 1 and last:
         scale = 1.0
         if gate is not None:
             scale = tl.load(gate).to(tl.float32)
-        tl.store(lse + row, state[0] + tl.log(state[1]), mask=heads & (unit % TILE.CHUNKS == 0))
+        once = mask_heads(live, unit // TILE.CHUNKS, TILE) & (unit % TILE.CHUNKS == 0)
+        level = state[0] + tl.log(state[1])
+        tl.store(lse + token * TILE.H + heads_of(unit // TILE.CHUNKS, TILE), level, mask=once)
         value = state[2] * (scale / state[1])[:, None]
         if residual is not None:
-            value += load_unit(residual, token, residual_stride, live, unit, TILE).to(tl.float32)
-        store_unit(out, value, token, TILE.WIDTH, live, unit, TILE)
+            start = start_of_row(place, residual_stride, residual_jump)
+            value += load_unit(residual, start, live, unit, TILE).to(tl.float32)
+        store_unit(out, value, token, live, unit, TILE)
     else:
-        for s in tl.static_range(SITES):
-            site = tokens.to(tl.int64) * s
-            once = heads & (unit % TILE.CHUNKS == 0)
-            tl.store(next_max + site * H + row, state[3 * s], mask=once)
-            tl.store(next_sum + site * H + row, state[3 * s + 1], mask=once)
-            tl.store(next_mix + site * TILE.WIDTH + place, state[3 * s + 2], mask=inside)
+        store_states(next_max, next_sum, next_mix, state, token, tokens, live, unit, TILE, SITES)
 
 
 @triton.jit
 def pull_dlogits(
-    x, douts, dout_strides, scales, logits, lses, couplings, dlogits, count, token, tokens, live, TILE: tl.constexpr
+    x, douts, scales, logits, lses, couplings, dlogits, count, place, tokens, live, TILE: tl.constexpr
 ):  # fmt: skip
     """Store dl = scale w (<dout, x> - coupling) of every site; return sum over sites and heads of dl l, per token."""
+    token = place[0]
     norm = tl.zeros([TILE.ROWS], tl.float32)
     for m in range(0, count):
-        dout = load_row(pick(douts, m), token, pick(dout_strides, m), live, TILE)
+        pointer, start = pick_row(douts, m, place)
+        dout = load_row(pointer, start, live, TILE)
         scale = tl.load(scales + m)
         levels = load_heads(pick(lses, m), token, live, TILE)
         coupling = load_heads(pick(couplings, m), token, live, TILE)
@@ -221,13 +255,16 @@ def pull_dlogits(
     return over_heads((norm,), TILE)[0]
 
 
-@triton.jit(do_not_specialize=["count", "carried", "tokens"])
+@triton.jit(do_not_specialize=["inner", "count", "carried", "tokens"])
 def pull(
     source,
     stride,
+    jump,
+    inner,
     rstd,
     douts,
-    dout_strides,
+    strides,
+    jumps,
     scales,
     queries,
     logits,
@@ -252,19 +289,20 @@ def pull(
     TILE: tl.constexpr = tile_of(H, K, TOKENS, HEADS, COLUMNS)
     token = tokens_of(tl.program_id(0), TILE)
     live = token < tokens
-    x = load_row(source, token, stride, live, TILE)
-    norm = pull_dlogits(
-        x, douts, dout_strides, scales, logits, lses, couplings, dlogits, count, token, tokens, live, TILE
-    )  # fmt: skip
+    place = place_of(token, inner)
+    x = load_row(source, start_of_row(place, stride, jump), live, TILE)
+    placed = (douts, strides, jumps)
+    norm = pull_dlogits(x, placed, scales, logits, lses, couplings, dlogits, count, place, tokens, live, TILE)
     tl.debug_barrier()  # dlogits are read back by other threads of this program
     inverse = tl.load(rstd + token, mask=live, other=0.0)
     through_norm = inverse * (norm * (1.0 / TILE.WIDTH))
     total = ()
-    before = load_row(carry, token, TILE.WIDTH, live & (carried != 0), TILE)
+    before = load_row(carry, token * TILE.WIDTH, live & (carried != 0), TILE)
     for u in tl.static_range(TILE.UNITS):
         total = total + (before[u] - through_norm[:, None] * (x[u].to(tl.float32) * inverse[:, None]),)
     for m in range(0, count):
-        dout = to_float32(load_row(pick(douts, m), token, pick(dout_strides, m), live, TILE))
+        pointer, start = pick_row(placed, m, place)
+        dout = to_float32(load_row(pointer, start, live, TILE))
         scale = tl.load(scales + m)
         levels = load_heads(pick(lses, m), token, live, TILE)
         slot = tokens.to(tl.int64) * m * TILE.H
@@ -273,18 +311,20 @@ def pull(
         updated = ()
         for u in tl.static_range(TILE.UNITS):
             weight = scale * tl.exp(known[u // TILE.CHUNKS] - levels[u // TILE.CHUNKS])
-            query = load_unit(queries + m * TILE.WIDTH, token, 0, live, u, TILE)
+            query = load_unit(queries + m * TILE.WIDTH, token * 0, live, u, TILE)
             part = weight[:, None] * dout[u] + (inverse * through_key[u // TILE.CHUNKS])[:, None] * query
             updated = updated + (total[u] + part,)
         total = updated
     for u in tl.static_range(TILE.UNITS):
-        store_unit(grad, total[u], token, TILE.WIDTH, live, u, TILE)
+        store_unit(grad, total[u], token, live, u, TILE)
 
 
-@triton.jit(do_not_specialize=["sites", "tokens"])
+@triton.jit(do_not_specialize=["inner", "sites", "tokens"])
 def query_gradient(
     source,
     stride,
+    jump,
+    inner,
     rstd,
     dlogits,
     shares,
@@ -308,7 +348,8 @@ def query_gradient(
     for block in range(tl.program_id(0), tl.cdiv(tokens, TOKENS), tl.num_programs(0)):
         token = tl.zeros([TOKENS], tl.int64) + block * TOKENS + tl.arange(0, TOKENS)
         live = token < tokens
-        x = block_of(source, stride, token, live, head, first, K, COLUMNS)
+        start = start_of_row(place_of(token, inner), stride, jump)
+        x = block_of(source, start, live, head, first, K, COLUMNS)
         inverse = tl.load(rstd + token, mask=live, other=0.0)
         key = rounded_key(x, inverse)
         at = (site[None, :] * tokens.to(tl.int64) + token[:, None]) * H + head

@@ -4,9 +4,10 @@ A site with more sources takes several launches: the forward hands (max, sum, mi
 the backward first forms every dot (site_coupling), then the gradients. Sources come in groups of GROUP: the loads of a
 group are in flight together and its sums share one barrier. Slots from `count` on are masked, whole groups skipped.
 
-Shapes: sources, out, grad_out, residual [tokens, d] with a stride between tokens; logits, dots [count, tokens, H];
-rstd [count, tokens]; lse, carry_max and carry_sum [tokens, H]; coupling (and the weights' sum) [2, tokens, H];
-carry_mix [tokens, d]; query [H, K]; key_weight [d].
+Shapes: sources, grad_out, residual: rows of d values, where token t begins at t * stride + t // inner * jump (inner and
+jumps are None where one stride leads through all tokens); out, grads, carry_mix [tokens, d]; logits, dots
+[count, tokens, H]; rstd [count, tokens]; lse, carry_max and carry_sum [tokens, H]; coupling (and the weights' sum)
+[2, tokens, H]; query [H, K]; key_weight [d].
 """
 
 import triton
@@ -22,8 +23,11 @@ from .tiles import (
     mask_heads,
     over_heads,
     pick,
+    pick_row,
+    place_of,
     rounded,
     rounded_key,
+    start_of_row,
     store_heads,
     store_sum,
     store_unit,
@@ -37,12 +41,12 @@ from .tiles import (
 
 
 @triton.jit
-def load_group(sources, strides, first, count, token, live, TILE: tl.constexpr, GROUP: tl.constexpr):
+def load_group(sources, first, count, place, live, TILE: tl.constexpr, GROUP: tl.constexpr):
     """The rows of GROUP sources as one tuple of units, source by source."""
     rows = ()
     for i in tl.static_range(GROUP):
-        stride = pick(strides, first + i)
-        rows = rows + load_row(pick(sources, first + i), token, stride, live & (first + i < count), TILE)
+        source, start = pick_row(sources, first + i, place)
+        rows = rows + load_row(source, start, live & (first + i < count), TILE)
     return rows
 
 
@@ -128,15 +132,18 @@ def store_scores(
     return masked
 
 
-@triton.jit(do_not_specialize=["count", "carried", "last", "tokens"])
+@triton.jit(do_not_specialize=["inner", "count", "carried", "last", "tokens"])
 def site_forward(
     sources,
     strides,
+    jumps,
+    inner,
     count,
     query,
     key_weight,
     residual,
     residual_stride,
+    residual_jump,
     gate,
     logits,
     rstd,
@@ -166,11 +173,13 @@ def site_forward(
         at = carry_max + token * H + heads_of(h, TILE)
         top = top + (tl.load(at, mask=mask_heads(live, h, TILE) & (carried != 0), other=float("-inf")),)
     total = load_heads(carry_sum, token, live & (carried != 0), TILE)
-    mix = load_row(carry_mix, token, TILE.WIDTH, live & (carried != 0), TILE)
+    mix = load_row(carry_mix, token * TILE.WIDTH, live & (carried != 0), TILE)
 
-    rows = load_group(sources, strides, 0, count, token, live, TILE, GROUP)
+    place = place_of(token, inner)
+    placed = (sources, strides, jumps)
+    rows = load_group(placed, 0, count, place, live, TILE, GROUP)
     for first in range(0, count, GROUP):
-        following = load_group(sources, strides, first + GROUP, count, token, live, TILE, GROUP)
+        following = load_group(placed, first + GROUP, count, place, live, TILE, GROUP)
         rstds = group_rstd(rows, eps, TILE, GROUP)
         scores = group_dots(rows, rstds, folded, TILE, GROUP)
         scores = store_scores(logits, rstd, scores, rstds, first, count, token, tokens, live, TILE, GROUP)
@@ -188,13 +197,14 @@ def site_forward(
         for u in tl.static_range(TILE.UNITS):
             value = mix[u] * (scale / total[u // TILE.CHUNKS])[:, None]
             if residual is not None:
-                value += load_unit(residual, token, residual_stride, live, u, TILE).to(tl.float32)
-            store_unit(out, value, token, TILE.WIDTH, live, u, TILE)
+                start = start_of_row(place, residual_stride, residual_jump)
+                value += load_unit(residual, start, live, u, TILE).to(tl.float32)
+            store_unit(out, value, token, live, u, TILE)
     else:
         store_heads(carry_max, top, token, live, TILE)
         store_heads(carry_sum, total, token, live, TILE)
         for u in tl.static_range(TILE.UNITS):
-            store_unit(carry_mix, mix[u], token, TILE.WIDTH, live, u, TILE)
+            store_unit(carry_mix, mix[u], token, live, u, TILE)
 
 
 @triton.jit
@@ -210,7 +220,6 @@ def load_weight(logits, lse, slot, count, token, tokens, live, group, TILE: tl.c
 @triton.jit
 def site_dots(
     sources,
-    strides,
     count,
     douts,
     logits,
@@ -218,7 +227,7 @@ def site_dots(
     dots,
     coupling,
     mass,
-    token,
+    place,
     tokens,
     live,
     TILE: tl.constexpr,
@@ -229,8 +238,9 @@ def site_dots(
     The weights' sum is one but for the rounding of lse, which moves all of them together: what the sources share would
     no longer cancel in <dout, x_n> - coupling. Dividing by the sum takes it out.
     """
+    token = place[0]
     for first in range(0, count, GROUP):
-        rows = load_group(sources, strides, first, count, token, live, TILE, GROUP)
+        rows = load_group(sources, first, count, place, live, TILE, GROUP)
         found = group_dots(rows, None, douts, TILE, GROUP)
         coupled = ()
         massed = ()
@@ -250,12 +260,15 @@ def site_dots(
     return coupling, mass
 
 
-@triton.jit(do_not_specialize=["count", "tokens"])
+@triton.jit(do_not_specialize=["inner", "count", "tokens"])
 def site_coupling(
     grad_out,
     grad_stride,
+    grad_jump,
     sources,
     strides,
+    jumps,
+    inner,
     count,
     logits,
     lse,
@@ -273,13 +286,13 @@ def site_coupling(
     TILE: tl.constexpr = tile_of(H, K, TOKENS, HEADS, COLUMNS)
     token = tokens_of(tl.program_id(0), TILE)
     live = token < tokens
-    douts = to_float32(load_row(grad_out, token, grad_stride, live, TILE))
+    place = place_of(token, inner)
+    douts = to_float32(load_row(grad_out, start_of_row(place, grad_stride, grad_jump), live, TILE))
     second = coupling + tokens.to(tl.int64) * H
     coupled = load_heads(coupling, token, live, TILE)
     mass = load_heads(second, token, live, TILE)
-    coupled, mass = site_dots(
-        sources, strides, count, douts, logits, lse, dots, coupled, mass, token, tokens, live, TILE, GROUP
-    )
+    placed = (sources, strides, jumps)
+    coupled, mass = site_dots(placed, count, douts, logits, lse, dots, coupled, mass, place, tokens, live, TILE, GROUP)
     store_heads(coupling, coupled, token, live, TILE)
     store_heads(second, mass, token, live, TILE)
 
@@ -289,13 +302,12 @@ def tile_coupling(
     coupling,
     scale,
     sources,
-    strides,
     count,
     douts,
     logits,
     lse,
     dots,
-    token,
+    place,
     tokens,
     live,
     TILE: tl.constexpr,
@@ -307,13 +319,11 @@ def tile_coupling(
     """
     if coupling is None:
         part = zero_heads(TILE)
-        part, mass = site_dots(
-            sources, strides, count, douts, logits, lse, dots, part, part, token, tokens, live, TILE, GROUP
-        )
+        part, mass = site_dots(sources, count, douts, logits, lse, dots, part, part, place, tokens, live, TILE, GROUP)
         tl.debug_barrier()  # the dots are read back by other threads of this program
     else:
-        part = load_heads(coupling, token, live, TILE)
-        mass = load_heads(coupling + tokens.to(tl.int64) * TILE.H, token, live, TILE)
+        part = load_heads(coupling, place[0], live, TILE)
+        mass = load_heads(coupling + tokens.to(tl.int64) * TILE.H, place[0], live, TILE)
     divided = ()
     scales = ()
     for h in tl.static_range(TILE.GROUPS):
@@ -343,7 +353,7 @@ def logit_gradient(slot, count, scales, logits, lse, dots, coupling, token, toke
 @triton.jit
 def source_gradient(
     source,
-    stride,
+    start,
     grad,
     rstd,
     weights,
@@ -352,7 +362,7 @@ def source_gradient(
     douts,
     folded,
     grad_out,
-    grad_stride,
+    grad_start,
     query,
     key_weight,
     dfolded,
@@ -365,7 +375,7 @@ def source_gradient(
     through_norm = inverse * (norm * (1.0 / TILE.WIDTH))
     updated = ()
     for u in tl.static_range(TILE.UNITS):
-        x = load_unit(source, token, stride, live, u, TILE)
+        x = load_unit(source, start, live, u, TILE)
         normal = x.to(tl.float32) * inverse[:, None]
         weight = weights[u // TILE.CHUNKS]
         dlogit = dlogits[u // TILE.CHUNKS]
@@ -373,11 +383,11 @@ def source_gradient(
             dout = douts[u]
             through_key = folded[u]
         else:
-            dout = load_unit(grad_out, token, grad_stride, live, u, TILE).to(tl.float32)
+            dout = load_unit(grad_out, grad_start, live, u, TILE).to(tl.float32)
             through_key = fold_unit(query, key_weight, token, live, u, TILE)
         value = weight[:, None] * dout + (inverse * dlogit)[:, None] * through_key
         value -= through_norm[:, None] * normal  # not inverse^2 x: sources of size 1e18 would vanish in it
-        store_unit(grad, value, token, TILE.WIDTH, live, u, TILE)
+        store_unit(grad, value, token, live, u, TILE)
         updated = updated + (dfolded[u] + dlogit[:, None] * rounded(normal, x).to(tl.float32),)
     return updated
 
@@ -407,7 +417,7 @@ def store_null(null_sums, sums, null, rstd, query, key_weight, dfolded, TILE: tl
     folded = fold(query, key_weight, row, everywhere, TILE)
     updated = ()
     for u in tl.static_range(TILE.UNITS):
-        x = load_unit(null, row, 0, everywhere, u, TILE)
+        x = load_unit(null, row, everywhere, u, TILE)
         normal = x.to(tl.float32) * inverse[:, None]
         dlogit = sums[1][u // TILE.CHUNKS]
         value = sums[0][u] + (inverse * dlogit)[:, None] * folded[u]
@@ -417,12 +427,15 @@ def store_null(null_sums, sums, null, rstd, query, key_weight, dfolded, TILE: tl
     return updated
 
 
-@triton.jit(do_not_specialize=["count", "nulls", "carried", "tokens"])
+@triton.jit(do_not_specialize=["inner", "count", "nulls", "carried", "tokens"])
 def site_backward(
     grad_out,
     grad_stride,
+    grad_jump,
     sources,
     strides,
+    jumps,
+    inner,
     grads,
     count,
     nulls,
@@ -457,17 +470,20 @@ def site_backward(
     scale = 1.0
     if gate is not None:
         scale = tl.load(gate).to(tl.float32)
-    dfolded = load_row(query_sums, row, TILE.WIDTH, resumed, TILE)
+    dfolded = load_row(query_sums, row * TILE.WIDTH, resumed, TILE)
     null = ((), (), ())
     if null_sums is not None:
         null = (zero_row(TILE), zero_heads(TILE), tl.zeros([TILE.ROWS], tl.float32))
     dgate = tl.zeros([TILE.ROWS], tl.float32)
+    placed = (sources, strides, jumps)
     for tile in range(tl.program_id(0), tl.cdiv(tokens, TOKENS), tl.num_programs(0)):
         token = tokens_of(tile, TILE)
         live = token < tokens
-        douts = to_float32(load_row(grad_out, token, grad_stride, live, TILE))
+        place = place_of(token, inner)
+        grad_start = start_of_row(place, grad_stride, grad_jump)
+        douts = to_float32(load_row(grad_out, grad_start, live, TILE))
         S, scales = tile_coupling(
-            coupling, scale, sources, strides, count, douts, logits, lse, dots, token, tokens, live, TILE, GROUP
+            coupling, scale, placed, count, douts, logits, lse, dots, place, tokens, live, TILE, GROUP
         )
         for h in tl.static_range(TILE.GROUPS):
             dgate += S[h]
@@ -482,9 +498,10 @@ def site_backward(
             weights, dlogits, norm = logit_gradient(
                 slot, count, scales, logits, lse, dots, S, token, tokens, live, TILE
             )
+            source, start = pick_row(placed, slot, place)
             dfolded = source_gradient(
-                pick(sources, slot), pick(strides, slot), pick(grads, slot), rstd + slot * tokens.to(tl.int64), weights,
-                dlogits, norm, douts, folded, grad_out, grad_stride, query, key_weight, dfolded, token, live, TILE,
+                source, start, pick(grads, slot), rstd + slot * tokens.to(tl.int64), weights,
+                dlogits, norm, douts, folded, grad_out, grad_start, query, key_weight, dfolded, token, live, TILE,
             )  # fmt: skip
 
     if null_sums is not None:

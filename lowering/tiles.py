@@ -110,6 +110,33 @@ def tokens_of(tile, TILE: tl.constexpr):
 
 
 @triton.jit
+def place_of(token, inner):
+    """Where rows are looked up: the token, and which run of `inner` tokens it lies in where there are several."""
+    if inner is None:
+        return token, token
+    else:
+        return token, token // inner
+
+
+@triton.jit
+def start_of_row(place, stride, jump):
+    """Where the tokens' rows begin: a stride for every token and, with several runs, a jump for every run."""
+    start = place[0] * stride
+    if jump is not None:
+        start += place[1] * jump
+    return start
+
+
+@triton.jit
+def pick_row(rows, index, place):
+    """Pointer and tokens' starts of one of the rows, which are (pointers, strides, jumps)."""
+    jump = None
+    if rows[2] is not None:
+        jump = pick(rows[2], index)
+    return pick(rows[0], index), start_of_row(place, pick(rows[1], index), jump)
+
+
+@triton.jit
 def heads_of(group, TILE: tl.constexpr):
     """The head of each row."""
     first = tl.zeros([TILE.ROWS], tl.int32) + group * TILE.HEADS
@@ -149,27 +176,27 @@ def mask_unit(live, unit, TILE: tl.constexpr):
 
 
 @triton.jit
-def load_unit(pointer, token, stride, live, unit, TILE: tl.constexpr):
-    """One unit of the tokens' rows in the stored dtype, zero where masked."""
-    offsets = token[:, None] * stride + lanes_of(TILE)
+def load_unit(pointer, start, live, unit, TILE: tl.constexpr):
+    """One unit of the tokens' rows, which begin at start [ROWS], in the stored dtype; zero where masked."""
+    offsets = start[:, None] + lanes_of(TILE)
     return tl.load(pointer + start_of(unit, TILE) + offsets, mask=mask_unit(live, unit, TILE), other=0.0)
 
 
 @triton.jit
-def store_unit(pointer, value, token, stride, live, unit, TILE: tl.constexpr):
-    """Write one unit of the tokens' rows, rounded to the stored dtype."""
-    offsets = token[:, None] * stride + lanes_of(TILE)
+def store_unit(pointer, value, token, live, unit, TILE: tl.constexpr):
+    """Write one unit of the tokens' rows, which lie close together, rounded to the stored dtype."""
+    offsets = token[:, None] * TILE.WIDTH + lanes_of(TILE)
     tl.store(
         pointer + start_of(unit, TILE) + offsets, value.to(pointer.dtype.element_ty), mask=mask_unit(live, unit, TILE)
     )
 
 
 @triton.jit
-def load_row(pointer, token, stride, live, TILE: tl.constexpr):
-    """The tokens' rows in the stored dtype."""
+def load_row(pointer, start, live, TILE: tl.constexpr):
+    """The tokens' rows in the stored dtype; see load_unit."""
     row = ()
     for unit in tl.static_range(TILE.UNITS):
-        row = row + (load_unit(pointer, token, stride, live, unit, TILE),)
+        row = row + (load_unit(pointer, start, live, unit, TILE),)
     return row
 
 
@@ -192,9 +219,9 @@ def to_float32(row):
 @triton.jit
 def fold_unit(query, key_weight, token, live, unit, TILE: tl.constexpr):
     """One unit of the query times the key weight, in float32."""
-    part = load_unit(query, token, 0, live, unit, TILE).to(tl.float32)
+    part = load_unit(query, token * 0, live, unit, TILE).to(tl.float32)
     if key_weight is not None:
-        part *= load_unit(key_weight, token, 0, live, unit, TILE).to(tl.float32)
+        part *= load_unit(key_weight, token * 0, live, unit, TILE).to(tl.float32)
     return part
 
 
@@ -258,4 +285,4 @@ def store_sum(pointer, value, row, unit, TILE: tl.constexpr):
         value = tl.broadcast_to(tl.sum(by_token, 0)[None], [TILE.TOKENS, TILE.HEADS, TILE.COLUMNS])
         value = tl.reshape(value, [TILE.ROWS, TILE.COLUMNS])
     rows = tl.zeros([TILE.ROWS], tl.int64) + row
-    store_unit(pointer, value, rows, TILE.WIDTH, first, unit, TILE)
+    store_unit(pointer, value, rows, first, unit, TILE)

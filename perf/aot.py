@@ -17,7 +17,7 @@ from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from mhar_compile.lowering.launch import Launch, backward_launches, forward_launches, rows_of
+from mhar_compile.lowering.launch import Launch, backward_launches, forward_launches
 from mhar_compile.lowering.rectangle_launch import mix_launches, pull_launches, query_gradient_launches, score_launch
 
 DTYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16", torch.float64: "fp64"}
@@ -118,9 +118,16 @@ def empty(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
     return torch.empty(shape, dtype=dtype, device="meta")
 
 
+def sliced(runs: int, tokens: int, width: int, dtype: torch.dtype) -> Tensor:
+    """Rows [runs, tokens / runs, d] that a longer buffer holds; of one run, plain rows [tokens, d]."""
+    if runs == 1:
+        return empty(tokens, width, dtype=dtype)
+    return empty(runs, tokens // runs + 1, width, dtype=dtype)[:, 1:]
+
+
 @dataclass(frozen=True)
 class Rectangle:
-    """One kernel call of each kind between a number of sources and a number of sites."""
+    """One kernel call of each kind between a number of sources and a number of sites; runs as in sliced."""
 
     width: int
     heads: int
@@ -128,33 +135,35 @@ class Rectangle:
     sites: int = 8
     tokens: int = 2048
     dtype: torch.dtype = torch.bfloat16
+    runs: int = 1
 
     def launches(self) -> Iterator[Launch]:
         """score, mix at one site and at all, pull with its query gradients."""
 
         def row() -> Tensor:
-            return empty(self.tokens, self.width, dtype=self.dtype)
+            return sliced(self.runs, self.tokens, self.width, self.dtype)
 
         heads, rstd, queries = empty(self.tokens, self.heads), empty(self.tokens), empty(self.sites, self.width)
         logits, shares = empty(self.sites, self.tokens, self.heads), empty(32, self.sites, self.width)
         rows = [row() for _ in range(self.count)]
         yield score_launch(rows[0], queries, 1e-6, logits, rstd)
-        for sites, out in ((1, row()), (self.sites, None)):
+        for sites, out in ((1, empty(self.tokens, self.width, dtype=self.dtype)), (self.sites, None)):
             maximum, total, mixture = (empty(sites, self.tokens, n) for n in (self.heads, self.heads, self.width))
             scores, lse = [logits[:sites]] * self.count, None if out is None else heads
             after = (maximum, total, mixture) if out is None else None
-            yield from mix_launches(rows, scores, sites, None, after, out, lse, out)
+            yield from mix_launches(rows, scores, sites, None, after, out, lse, None if out is None else row())
         douts, values = [row() for _ in range(self.sites)], [heads] * self.sites
         carry, scales = empty(self.tokens, self.width), empty(self.sites)
+        grad = torch.empty_like(carry, dtype=self.dtype)
         yield from pull_launches(
-            rows[0], rstd, douts, scales, queries, logits, values, values, logits, carry, row()
+            rows[0], rstd, douts, scales, queries, logits, values, values, logits, carry, grad
         )  # fmt: skip
         yield from query_gradient_launches(rows[0], rstd, logits, shares, queries)
 
 
 @dataclass(frozen=True)
 class Site:
-    """A routing site whose launches are wanted: sizes, dtypes, and which optional arguments it has."""
+    """A routing site whose launches are wanted: sizes, dtypes, which optional arguments it has; runs as in sliced."""
 
     width: int
     heads: int
@@ -165,12 +174,13 @@ class Site:
     null_source: bool = False
     residual: bool = False
     gate: bool = False
+    runs: int = 1
 
     def launches(self) -> Iterator[Launch]:
         """Its forward's and backward's launches, on tensors without memory."""
 
         def row() -> Tensor:
-            return empty(self.tokens, self.width, dtype=self.dtype)
+            return sliced(self.runs, self.tokens, self.width, self.dtype)
 
         def parameter(*shape: int) -> Tensor:
             return empty(*shape, dtype=self.parameter_dtype)
@@ -179,13 +189,11 @@ class Site:
         null = parameter(self.width) if self.null_source else None
         gate = parameter(1) if self.gate else None
         sources = [row() for _ in range(self.count)]
-        rows = rows_of(sources, null, row())
-        logits = empty(len(rows), self.tokens, self.heads)
-        lse, rstd = empty(self.tokens, self.heads), empty(len(rows), self.tokens)
-        residual = row() if self.residual else None
-        yield from forward_launches(rows, query, key_weight, residual, gate, 1e-6, row(), logits, lse, rstd)
-        grads = [row() for _ in sources]
+        count = self.count + self.null_source
+        logits, lse = empty(count, self.tokens, self.heads), empty(self.tokens, self.heads)
+        saved = logits, lse, empty(count, self.tokens)
+        residual, out = row() if self.residual else None, empty(self.tokens, self.width, dtype=self.dtype)
+        yield from forward_launches(sources, query, key_weight, null, residual, gate, 1e-6, out, *saved)
+        grads = [torch.empty_like(out) for _ in sources]
         parameters = [parameter(*shape) for shape in (query.shape, (self.width,), (self.width,), (1,))]
-        yield from backward_launches(
-            row(), rows, grads, query, key_weight, null, gate, logits, lse, rstd, *parameters
-        )  # fmt: skip
+        yield from backward_launches(row(), sources, query, key_weight, null, gate, *saved, grads, *parameters)
