@@ -7,11 +7,10 @@ and it makes one binary for each count of sources. Here what is written is known
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import lru_cache
+from functools import cache
 from typing import Any
 
 import sympy
-import torch
 import triton
 from torch import SymInt, Tensor
 from torch._inductor import ir
@@ -35,7 +34,7 @@ def emit(launch: Launch) -> None:
     mode.tracer.create_proxy("call_function", target, args, {}, name=launch.kernel.fn.__name__)
 
 
-@lru_cache(maxsize=None)
+@cache
 def node_target(kernel: Any, options: tuple[tuple[str, int], ...], writes: frozenset[str]) -> Callable[..., None]:
     """The function that stands in a graph for launches of a kernel; Inductor calls it to lower them, on its own values."""
     config = triton.Config({}, **dict(options))

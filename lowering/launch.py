@@ -14,11 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .rules import RECTANGLE, SiteRule, ceil_div, site_rule
+from .rules import RECTANGLE, SiteRule, SumRule, ceil_div, site_rule
 from .site import site_backward, site_coupling, site_forward, site_sums
-
-# The second stage of the sums: 32 rows at a time, and 32 columns, which are 128 bytes and enough programs at d 512.
-SUM_CONSTANTS = {"PROGRAMS": 32, "COLUMNS": 32}
 
 
 @dataclass(frozen=True)
@@ -211,8 +208,16 @@ def backward_launches(
         programs=programs,
         width=width,
     )
-    grid = (ceil_div(width, SUM_CONSTANTS["COLUMNS"]),)
-    yield Launch(site_sums, grid, arguments, SUM_CONSTANTS, {"num_warps": 4})
+    yield sums_launch(arguments)
+
+
+def sums_launch(arguments: dict[str, Any]) -> Launch:
+    """The second stage of the sums over tokens, over the columns of all shares."""
+    rule = SumRule()
+    constants = {"PROGRAMS": rule.programs, "COLUMNS": rule.columns}
+    return Launch(
+        site_sums, (ceil_div(arguments["width"], rule.columns),), arguments, constants, {"num_warps": rule.warps}
+    )
 
 
 def site_constants(heads: int, head_width: int, like: Tensor) -> dict[str, int]:

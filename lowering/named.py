@@ -7,7 +7,7 @@ Numbers that a kernel must not be specialised on travel as 2 n + 3, which is odd
 from __future__ import annotations
 
 import linecache
-from functools import lru_cache
+from functools import cache
 from typing import Any
 
 import triton
@@ -69,7 +69,7 @@ def named_kernel(launch: Launch) -> Any:
     return rendered(launch.kernel, ", ".join(parameters), ", ".join(passed))
 
 
-@lru_cache(maxsize=None)
+@cache
 def parameters_of(kernel: Any) -> Any:
     """A kernel's parameters; the interpreter's functions do not tell theirs."""
     if isinstance(kernel, triton.JITFunction):
@@ -82,7 +82,7 @@ def disguised(parameter: Any, value: Any) -> bool:
     return bool(parameter.do_not_specialize) and value is not None
 
 
-@lru_cache(maxsize=None)
+@cache
 def rendered(kernel: Any, parameters: str, passed: str) -> Any:
     """A kernel of these parameters that calls another; its source is where ``inspect`` finds it."""
     inner = kernel.fn.__name__

@@ -14,22 +14,16 @@ import triton.language as tl
 from .tiles import (
     PAIRED,
     heads_of,
-    load_heads,
-    load_row,
     load_unit,
     mask_heads,
-    over_heads,
     pick,
     pick_row,
     place_of,
     rounded,
     rounded_key,
     start_of_row,
-    store_heads,
     store_unit,
-    sums,
     tile_of,
-    to_float32,
     tokens_of,
 )
 

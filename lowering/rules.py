@@ -1,15 +1,21 @@
-"""Launch rules: how kernels are cut for a width, from (H, K, element size) alone, never from N or the token count."""
+"""Launch rules: how kernels are cut for a width, from (H, K, element size) alone, never from N or the token count.
+
+Registers, bytes of stack (spills), shuffles and barriers are those of Triton 3.7.1 for sm_90, as "forward / backward /
+backward with null source, residual and gate"; perf/aot.py reads them without a GPU. Nothing here was timed yet.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import product
-from math import log2
 
 RECTANGLE = 16  # sources a launch: 4 selects pick a pointer, and a site of 73 takes 5 launches
 MULTIPROCESSORS = 132  # of an H100 or H200; elsewhere a backward's programs are merely a little uneven
-WASTE = 1.125  # padded / true width that costs nothing: K 72 as five times 16 is 1.11
+LANES = 512  # of a program: its 16 warps leave each thread the 128 registers that 16 values a thread take
+LIVE = 168  # registers for values: 56 in bfloat16, 227 / 187 / 16 bytes of stack; at 64 (192) 251 / 229 / 160 bytes
+WASTE = 1.125  # padded / true width that costs nothing: K 72 as 5 x 16 is 1.11, 40 values a thread; 9 x 8 are 72 values
+VALUES = 16  # a thread: 111 / 111 / 128 at d 2048; 32 are 167 / 183 / 193; 8 save no more than 102 / 104 / 126
 
 
 @dataclass(frozen=True)
@@ -45,15 +51,15 @@ class SiteRule:
 
 @lru_cache
 def site_rule(heads: int, head_width: int, itemsize: int) -> SiteRule:
-    """The rule of the site kernels: the cut of least cost, and as many sources at a time as the registers hold.
+    """The rule of the site kernels: the preferred cut, and as many sources at a time as the registers hold.
 
-    A thread reads 16 bytes at a time and holds `values` elements of a source. Registers on sm_90 in bfloat16, forward /
-    backward / backward with a null source: 16 values and two sources at a time 111 / 113 / 127; 32 values, one source
-    160 / 181 / 193; 40 values 190 / 168 / 241; 56 values 227 / 187 / -. None of these spills.
+    A thread reads 16 bytes at a time and holds `values` elements of a source. 16 bfloat16 values and two sources at a
+    time take at most 128 registers, so 16 warps are resident; 32 values and one source 199, so 10; 40 take 254, so 8.
     """
     vector = 16 // itemsize
     choices = product(powers_of_two(64), [columns for columns in powers_of_two(8192) if columns >= vector])
-    tile_heads, columns = min(choices, key=lambda choice: cost(heads, head_width, choice[0], choice[1], vector))
+    fitting = [choice for choice in choices if choice[0] * choice[1] <= LANES * vector]
+    tile_heads, columns = min(fitting, key=lambda choice: preference(heads, head_width, itemsize, *choice))
     lanes = tile_heads * columns // vector
     values = ceil_div(heads, tile_heads) * ceil_div(head_width, columns) * vector
     warps = max(lanes // 32, 1)
@@ -62,7 +68,7 @@ def site_rule(heads: int, head_width: int, itemsize: int) -> SiteRule:
         heads=tile_heads,
         columns=columns,
         warps=warps,
-        group=2 if values <= 16 and itemsize == 2 else 1,
+        group=2 if values <= VALUES and itemsize == 2 else 1,
         resident=max(16 if values <= 16 else 10 if values <= 32 else 8, warps),
     )
 
@@ -77,6 +83,53 @@ def pull_sources(heads: int, head_width: int, itemsize: int, left: int) -> int:
     return min(2 if values <= 32 else 1, left)
 
 
+def preference(heads: int, head_width: int, itemsize: int, tile_heads: int, columns: int) -> tuple[float, ...]:
+    """What a cut is chosen by, the least first, one criterion after the other."""
+    vector = 16 // itemsize
+    groups, chunks = ceil_div(heads, tile_heads), ceil_div(head_width, columns)
+    lanes, values = tile_heads * columns // vector, groups * chunks * vector
+    return (
+        max(values * (2 + itemsize / 2), LIVE),  # registers of mixture, query, and two rows in flight: no spills
+        max(groups * tile_heads * chunks * columns / (heads * head_width), WASTE),  # idle lanes
+        lanes > 32,  # a token in one warp: 0 / 1 / 1 barriers at d 1024, in two warps 17 / 13 / 25
+        max(values, VALUES),  # registers, and so warps that hide each other's latency; see VALUES
+        groups,  # of heads, whose dots are summed apart: 1 takes 42 / 70 / 141 shuffles at d 512, 4 take 65 / 85 / 152
+        lanes,  # fewer values than VALUES a thread are half the work between two barriers
+    )
+
+
+@dataclass(frozen=True)
+class MixRule:
+    """How mix reads, in the cut of the site's rule; a program has one unit, 8 bfloat16 values a thread.
+
+    Attributes:
+        group: sources whose loads are in flight together: one site takes 44 to 64 registers with 4; beside the states
+            of eight sites, 128 to 161 registers, there is room for 1.
+    """
+
+    group: int
+
+
+def mix_rule(sites: int) -> MixRule:
+    """The rule of mix at a number of sites."""
+    return MixRule(group=4 if sites == 1 else 1)
+
+
+@dataclass(frozen=True)
+class SumRule:
+    """Blocks of the second stage of the sums over tokens; 32 registers a thread.
+
+    Attributes:
+        programs: rows that are added at a time, 4 KiB in flight a program.
+        columns: columns of a program: rows of 128 bytes, and 40 programs at d 1280.
+        warps: warps of a program: each thread has 8 of the 32 x 32 values.
+    """
+
+    programs: int = 32
+    columns: int = 32
+    warps: int = 4
+
+
 @dataclass(frozen=True)
 class BlockRule:
     """Blocks of the kernels that are matrix products: score and query_gradient.
@@ -85,15 +138,16 @@ class BlockRule:
         tokens: tokens of a block; twice the least that tensor cores take.
         columns: columns of a head at a time, 16 to 64; 128 take 255 registers in score.
         warps: warps of a program; each lane then reads 16 bytes of bfloat16 or more.
+        stages: of score's pipeline; with masked columns 3 spill (K 72: 80 registers, 8 bytes of stack in Triton 3.6), 1
+            takes 72.
         sites: sites at a time, the least that tensor cores take: more would be padding for most windows.
-        shares: programs over the tokens in query_gradient; each leaves [sites, d] float32.
     """
 
     tokens: int
     columns: int
     warps: int
+    stages: int
     sites: int = 16
-    shares: int = 32
 
 
 @lru_cache
@@ -104,26 +158,7 @@ def block_rule(head_width: int) -> BlockRule:
         return max(ceil_div(head_width, columns) * columns / head_width, WASTE), -columns
 
     columns = min((16, 32, 64), key=waste)
-    return BlockRule(tokens=32, columns=columns, warps=min(columns // 8, 4))
-
-
-def cost(heads: int, head_width: int, tile_heads: int, columns: int, vector: int) -> float:
-    """What a cut costs, in doublings of the work: idle lanes, too few or too many values a thread, barriers."""
-    groups, chunks = ceil_div(heads, tile_heads), ceil_div(head_width, columns)
-    lanes, values = tile_heads * columns // vector, groups * chunks * vector
-    idle = groups * tile_heads * chunks * columns / (heads * head_width)
-    sharing = max(32 / lanes, 1) if tile_heads > 1 else 1  # tokens of a warp, whose sums over heads are taken in turn
-    crossing = max(columns / vector / 32, 1)  # warps that a row's sum crosses
-    return (
-        16 * log2(max(idle / WASTE, 1))
-        + abs(log2(values / 20))
-        + 6 * log2(max(values / 64, 1))  # more spill
-        + (lanes > 32) / 2
-        + log2(crossing) / 2
-        + log2(groups) / 4
-        + log2(sharing) / 4
-        + 64 * (lanes > 512)  # a program of more than 16 warps
-    )
+    return BlockRule(tokens=32, columns=columns, warps=min(columns // 8, 4), stages=1 if head_width % columns else 3)
 
 
 def ceil_div(a: int, b: int) -> int:

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from .launch import (
-    SUM_CONSTANTS,
     Launch,
     Run,
     jump_of,
@@ -22,17 +21,16 @@ from .launch import (
     row_arguments,
     rows_of,
     site_constants,
+    sums_launch,
 )
 from .pulls import coupling as coupling_kernel
 from .pulls import pull as pull_kernel
 from .pulls import query_gradient
 from .rectangles import mix as mix_kernel
 from .rectangles import score as score_kernel
-from .rules import RECTANGLE, block_rule, ceil_div, pull_sources, site_rule
-from .site import site_sums
+from .rules import RECTANGLE, BlockRule, block_rule, ceil_div, mix_rule, pull_sources, site_rule
 
 State = tuple[Tensor, Tensor | None, Tensor]  # (max, sum or 1, mixture), float32 [sites, T, H] twice and [sites, T, d]
-MIX_GROUP = 4  # 16-byte loads of a thread in flight before the first is used; 1 beside the sums of several sites
 
 
 def score(
@@ -51,7 +49,7 @@ def score(
         eps=eps,
     )
     grid = (ceil_div(prod(tokens), rule.tokens),)
-    run(Launch(score_kernel, grid, arguments, block_constants(heads, width), step_options(rule.warps)))
+    run(Launch(score_kernel, grid, arguments, block_constants(heads, width), block_options(rule)))
     return logits, rstd
 
 
@@ -280,7 +278,7 @@ def mix_launches(
     rows, extra = rows_of(sources or [out], None, residual)
     rule = site_rule(heads, width // heads, rows[0].element_size())
     constants = site_constants(heads, width // heads, rows[0]) | {
-        "GROUP": MIX_GROUP if sites == 1 else 1,
+        "GROUP": mix_rule(sites).group,
         "SITES": sites,
     }
     units = ceil_div(heads, rule.heads) * ceil_div(width // heads, rule.columns)
@@ -372,17 +370,15 @@ def query_gradient_launch(source: Tensor, rstd: Tensor, dlogits: Tensor, shares:
         tokens=tokens,
     )
     grid = (shares.shape[0], heads * ceil_div(width // heads, rule.columns), ceil_div(sites, rule.sites))
-    return Launch(query_gradient, grid, arguments, block_constants(heads, width), step_options(rule.warps))
+    return Launch(query_gradient, grid, arguments, block_constants(heads, width), block_options(rule))
 
 
 def sum_launch(shares: Tensor, total: Tensor) -> Launch:
     """total = the sum of shares [programs, ...], in a fixed order."""
     absent = dict.fromkeys(("null_sums", "gate_sums", "key_weight", "grad_key_weight", "grad_null", "grad_gate"))
     width = prod(total.shape)
-    arguments = absent | dict(
-        query_sums=shares, query=shares, grad_query=total, programs=shares.shape[0], width=width
-    )
-    return Launch(site_sums, (ceil_div(width, SUM_CONSTANTS["COLUMNS"]),), arguments, SUM_CONSTANTS, {"num_warps": 4})
+    arguments = absent | dict(query_sums=shares, query=shares, grad_query=total, programs=shares.shape[0], width=width)
+    return sums_launch(arguments)
 
 
 def new_shares(folded: Tensor) -> Tensor:
@@ -394,6 +390,10 @@ def new_shares(folded: Tensor) -> Tensor:
 def block_constants(heads: int, width: int) -> dict[str, int]:
     rule = block_rule(width // heads)
     return {"H": heads, "K": width // heads, "TOKENS": rule.tokens, "COLUMNS": rule.columns, "SITES": rule.sites}
+
+
+def block_options(rule: BlockRule) -> dict[str, int]:
+    return {"num_warps": rule.warps, "num_stages": rule.stages}
 
 
 def step_options(warps: int) -> dict[str, int]:

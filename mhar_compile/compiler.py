@@ -9,11 +9,11 @@ from typing import Any
 import torch
 
 from . import ops
-from .ops import eager_steps
 from .lowering.lowered import LoweringPass
 from .lowering.passes import JointPass
 from .lowering.planning import Settings
 from .lowering.report import Report
+from .ops import eager_steps
 
 HOOK = "joint_custom_pre_pass"
 LOWERING = "post_grad_custom_pre_pass"

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from mhar_compile import route
-from mhar_compile.lowering.launch import Launch, row_of
+from mhar_compile.lowering.launch import Launch
 from mhar_compile.lowering.rectangle_launch import mix_launches, pull_launches, query_gradient_launches, score_launch
 from mhar_compile.ops import reference
 
@@ -174,7 +174,7 @@ def check_pull(device: str, tokens: int, width: int, heads: int, count: int, sit
     torch.manual_seed(sites)
     by_head = (heads, width // heads)
     others = [torch.randn(tokens, width, device=device).to(dtype) for _ in range(count)]
-    source = row_of(torch.randn(2 * tokens, width, device=device).to(dtype)[::2])  # strided
+    source = torch.randn(2 * tokens, width, device=device).to(dtype)[::2]  # strided
     queries, scales = torch.randn(sites, width, device=device), torch.randn(sites, device=device)
     queries /= by_head[1] ** 0.5
     douts = [torch.randn(tokens, width, device=device).to(dtype) for _ in range(sites)]

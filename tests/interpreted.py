@@ -12,6 +12,7 @@ import triton.language as tl
 from triton.runtime import interpreter
 
 import mhar_compile  # noqa: F401  registers the operators
+from mhar_compile.lowering import tiles
 from mhar_compile.ops import cuda
 
 if os.environ.get("TRITON_INTERPRET") != "1":
@@ -30,7 +31,29 @@ def convert_float(data, source, target, rounding):
     return approximate(data, source, target, rounding)
 
 
+class FastSums(interpreter.ReduceOps):
+    """Sums by numpy, not element by element in Python."""
+
+    def apply_impl(self, input):  # noqa: A002  the interpreter's own name
+        if self.combine_fn in (tiles.add_1, tiles.add_2, tiles.add_4):
+            return tuple(self.sum(part) for part in input)
+        return super().apply_impl(input)
+
+
+patch_language, patched = interpreter._patch_lang, set()
+
+
+def patch_once(fn):
+    """Triton's language is patched once a module, for good; the interpreter does it anew for every call of a helper."""
+    if fn.__module__ not in patched:
+        patched.add(fn.__module__)
+        patch_language(fn)
+    return interpreter._LangPatchScope()  # nothing to undo
+
+
 interpreter._convert_float = convert_float
+interpreter._patch_lang = patch_once
+interpreter.ReduceOps = FastSums
 LIBRARY = torch.library.Library("mhar", "IMPL")
 LIBRARY.impl("route", cuda.route, "CPU")
 LIBRARY.impl("route_backward", cuda.route_backward, "CPU")

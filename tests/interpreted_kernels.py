@@ -1,23 +1,29 @@
 """What tests/test_kernels.py runs in processes of its own, with Triton's interpreter in the place of a GPU."""
 
 import contextlib
+from dataclasses import replace
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from mhar_compile import route
 from mhar_compile.lowering import launch
 from mhar_compile.lowering.rules import RECTANGLE
 from mhar_compile.testing import Recipe, assert_within_budget
-from mhar_compile.testing.problems import LAYOUTS
 
 from . import interpreted  # noqa: F401  the kernels become the CPU implementation
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*:RuntimeWarning")  # numpy, of what is meant to be infinite
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
-CUTS = ((1, 1), (1, 24), (2, 5), (8, 8), (3, 16), (2, 72), (4, 40), (9, 8), (1, 100))  # (H, K)
+UNEVEN = {  # a tensor [B, T, d] whose rows take two strides, with the values of x or with some of them
+    "later tokens of a buffer": lambda x: torch.cat([x[:, :1], x], 1)[:, 1:],
+    "first tokens of a buffer": lambda x: torch.cat([x, x], 1)[:, : x.shape[1]],
+    "time first": lambda x: x.transpose(0, 1).contiguous().transpose(0, 1),
+    "expanded over the batch": lambda x: x[:1].expand_as(x),
+    "expanded over time": lambda x: x[:, :1].expand_as(x),
+    "expanded over all tokens": lambda x: x[:1, :1].expand_as(x),
+    "columns of a buffer": lambda x: torch.cat([x, x], 2)[..., x.shape[2] :],
+}
 
 
 @contextlib.contextmanager
@@ -35,42 +41,6 @@ def check(recipe, seed=0):
     problem = recipe.problem(seed)
     with poisoned():
         assert_within_budget(problem, problem.run())
-
-
-@st.composite
-def small_recipes(draw, dtype):
-    heads, head_width = draw(st.sampled_from(CUTS))
-    null, residual = draw(st.booleans()), draw(st.booleans())
-    return Recipe(
-        tokens=draw(st.sampled_from([(1,), (3,), (2, 2), (5,)])),
-        count=draw(st.integers(0 if null and residual else 1, 4)),
-        heads=heads,
-        head_width=head_width,
-        dtype=dtype,
-        parameter_dtype=draw(st.sampled_from([dtype, torch.float32])),
-        key_weight=draw(st.booleans()),
-        null_source=null,
-        residual=residual,
-        gate=draw(st.sampled_from([None, 0, 1])),
-        query_scale=draw(st.sampled_from([1.0, 3.0, 0.0])),
-        shared=draw(st.booleans()),
-        decades=draw(st.booleans()) if dtype != torch.float16 else False,
-        layouts=tuple(draw(st.lists(st.sampled_from(LAYOUTS), min_size=1, max_size=3))),
-    )
-
-
-def property_of(dtype):
-    @settings(max_examples=8, deadline=None)
-    @given(recipe=small_recipes(dtype), seed=st.integers(0, 2**32 - 1))
-    def within_budget(recipe, seed):
-        check(recipe, seed)
-
-    return within_budget
-
-
-test_float32 = property_of(torch.float32)
-test_bfloat16 = property_of(torch.bfloat16)
-test_float16 = property_of(torch.float16)
 
 
 @pytest.mark.parametrize("count", [1, 2, 9, RECTANGLE, RECTANGLE + 1, 33, 129])
@@ -141,6 +111,61 @@ def test_what_is_not_finite_stays_in_its_token(bad):
     assert torch.equal(before["sources"][:, others], after["sources"][:, others])
 
 
+@pytest.fixture
+def memory_read(monkeypatch):
+    """The addresses of all memory that launches read as sources, residual and gradient of the output."""
+    read, run = set(), launch.Launch.run
+
+    def recorded(self):
+        for name in {"sources", "residual", "grad_out"} & self.arguments.keys():
+            value = self.arguments[name]
+            read.update(x.untyped_storage().data_ptr() for x in (value if isinstance(value, tuple) else [value]))
+        run(self)
+
+    monkeypatch.setattr(launch.Launch, "run", recorded)
+    return read
+
+
+def memory_of(problem):
+    return {x.untyped_storage().data_ptr() for x in (*problem.sources, problem.residual, problem.grad_out)}
+
+
+def uneven_problem(tokens, dtype, layouts, seed):
+    """A problem whose sources, residual and gradient have these layouts, in turn."""
+    recipe = Recipe(tokens, len(layouts), 2, 8, dtype, residual=True, gate=1)
+    problem = recipe.problem(seed)
+    laid = [layout(x) for layout, x in zip(layouts, problem.sources, strict=True)]
+    return replace(problem, sources=laid, residual=layouts[0](problem.residual), grad_out=layouts[-1](problem.grad_out))
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("layout", UNEVEN)
+def test_rows_with_two_strides_are_read_where_they_lie(layout, dtype, memory_read):
+    problem = uneven_problem((2, 3), dtype, [UNEVEN[layout], torch.clone], 5)
+    with poisoned():
+        assert_within_budget(problem, problem.run())
+    assert memory_read == memory_of(problem)
+
+
+def test_rows_of_all_layouts_at_one_site(memory_read):
+    problem = uneven_problem((3, 2), torch.bfloat16, [*UNEVEN.values()] * 3, 6)
+    assert len(problem.sources) > RECTANGLE
+    problem = replace(problem, null_source=torch.randn(16).bfloat16())
+    with poisoned():
+        assert_within_budget(problem, problem.run())
+    assert memory_read == memory_of(problem) | {problem.null_source.untyped_storage().data_ptr()}
+
+
+def test_what_does_not_fit_the_others_is_copied(memory_read):
+    """Three leading dimensions: most tensors take their second stride after the first of them, one after the second."""
+    inside, across = (lambda x: torch.cat([x, x], 2)[:, :, : x.shape[2]]), UNEVEN["later tokens of a buffer"]
+    problem = uneven_problem((2, 3, 2), torch.float32, [across, across, inside, across], 7)
+    assert_within_budget(problem, problem.run())
+    copied = memory_of(problem) - memory_read
+    assert copied == {problem.sources[2].untyped_storage().data_ptr()}
+    assert len(memory_read - memory_of(problem)) > 0
+
+
 def test_offsets_beyond_two_to_the_31():
     """Two tokens whose distance in memory is more than 2^31 elements; untouched pages cost nothing."""
     width, stride = 16, 2**31 + 64
@@ -149,8 +174,8 @@ def test_offsets_beyond_two_to_the_31():
     near = torch.randn(2, width).bfloat16()
     far.copy_(near)
     query = torch.randn(2, 8)
-    launched = list(launch.rows_of([far], None, near))
-    assert launched[0].stride(0) == stride, "the source must be read where it lies"
+    (row,), _ = launch.rows_of([far], None, None)
+    assert row.stride(1) == stride, "the source must be read where it lies"
     other = torch.randn(2, width).bfloat16()
     results = []
     for source in (far, near):
@@ -158,3 +183,15 @@ def test_offsets_beyond_two_to_the_31():
         out = route([x, y], query, residual=source)
         results.append([out.detach(), *torch.autograd.grad(out, [x, y], other)])
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+@pytest.mark.parametrize("inner", [1, 2])
+def test_jumps_beyond_two_to_the_31(inner):
+    """The same for the distance between runs of tokens."""
+    width, jump = 16, 2**31 + 64
+    memory = torch.empty(jump + inner * width, dtype=torch.bfloat16)
+    far = memory.as_strided((2, inner, width), (jump, width, 1))
+    near = torch.randn(2, inner, width).bfloat16()
+    far.copy_(near)
+    query, other = torch.randn(2, 8), torch.randn(2, inner, width).bfloat16()
+    assert torch.equal(*(route([source, other], query, residual=source) for source in (far, near)))

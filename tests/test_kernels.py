@@ -1,4 +1,7 @@
-"""The Triton kernels without a GPU: the tests of tests/interpreted_*.py, each in a process with the interpreter on."""
+"""The Triton kernels without a GPU: the tests of tests/interpreted_*.py, in processes with the interpreter on.
+
+Each test has a process of its own, but for those that a module imports: they are short, and share one.
+"""
 
 import ast
 import os
@@ -13,6 +16,7 @@ ROOT = Path(__file__).parent.parent
 
 def names():
     """The tests of the inner modules, read without importing them: their import needs the interpreter."""
+    yield "interpreted_properties.py"
     for path in sorted((ROOT / "tests").glob("interpreted_*.py")):
         for node in ast.parse(path.read_text()).body:
             targets = [node.name] if isinstance(node, ast.FunctionDef) else []

@@ -20,6 +20,7 @@ SHAPES = {
     "100M": (512, 4),
     "SmolLM": (576, 9),
     "K3": (7168, 1),
+    "8B-one-head": (4096, 1),
 }
 DELTA = {"null_source": True, "residual": True, "gate": True}
 SITES = [
@@ -29,6 +30,8 @@ SITES = [
         for name in ("8B", "1B", "350M", "100M", "SmolLM")
     ),
     *(pytest.param(Site(*SHAPES[name], dtype=torch.float32), id=f"{name}-float32") for name in ("8B", "1B", "100M")),
+    *(pytest.param(Site(*SHAPES[name], runs=4, **DELTA), id=f"{name}-delta-uneven") for name in ("8B", "1B", "SmolLM")),
+    pytest.param(Site(*SHAPES["1B"], count=RECTANGLE + 1, runs=4), id="1B-two-rectangles-uneven"),
     pytest.param(Site(*SHAPES["8B"], dtype=torch.float16), id="8B-float16"),
     pytest.param(Site(*SHAPES["1B"], count=RECTANGLE + 1), id="1B-two-rectangles"),
     pytest.param(Site(*SHAPES["8B"], parameter_dtype=torch.bfloat16), id="8B-bfloat16-parameters"),
@@ -60,9 +63,10 @@ def test_registers_spills_and_vector_accesses(site):
             assert accesses["store 16"] >= units, name
 
 
+@pytest.mark.parametrize("runs", [1, 4], ids=["even", "uneven"])
 @pytest.mark.parametrize("shape", [*SHAPES.values(), (576, 8)], ids=[*SHAPES, "K 72"])
-def test_rectangles(shape):
-    for launch in Rectangle(*shape).launches():
+def test_rectangles(shape, runs):
+    for launch in Rectangle(*shape, runs=runs).launches():
         name, binary = launch.kernel.__name__, compiled(launch)
         assert binary.stack == 0, f"{name} spills"
         assert binary.accesses["load 16"] > 0, name
@@ -131,11 +135,11 @@ def is_static(value, definitions):
     return pure and all(is_static(operand, definitions) for operand in operands)
 
 
-@pytest.mark.parametrize("null_source", [False, True])
-def test_offsets_are_64_bits_wide(null_source):
+@pytest.mark.parametrize(("null_source", "runs"), [(False, 1), (True, 1), (True, 4)])
+def test_offsets_are_64_bits_wide(null_source, runs):
     """Whatever grows with tokens, sources, strides or programs is added to a pointer as int64."""
     checked = 0
-    for launch in Site(1280, 8, count=RECTANGLE + 1, null_source=null_source).launches():
+    for launch in Site(1280, 8, count=RECTANGLE + 1, null_source=null_source, residual=True, runs=runs).launches():
         if launch.kernel.__name__ == "site_sums":
             continue  # its offsets are bounded by programs x d and by d
         lines = re.findall(r"(%\S+) = (\S+) (.*?) loc\(", compiled(launch).ttir)

@@ -50,6 +50,16 @@ def test_binaries_of_a_73_site_graph(width, heads, extras):
     assert len({name for name, *_ in binaries}) == 4
 
 
+def test_uneven_sources_take_one_more_binary_a_kernel():
+    def binaries(runs):
+        sites = (Site(512, 4, count, tokens=2048, runs=runs, residual=True) for count in range(1, 74))
+        return {specialization(launch) for site in sites for launch in site.launches()}
+
+    even, uneven = binaries(1), binaries(4)
+    assert len(uneven) == len(even) <= 6
+    assert {name for name, *_ in even & uneven} == {"site_sums"}
+
+
 def test_binaries_do_not_depend_on_tokens():
     def of(tokens):
         return {specialization(launch) for launch in Site(512, 4, 20, tokens=tokens).launches()}
@@ -76,9 +86,36 @@ def test_sources_are_read_where_they_lie():
     memory = torch.randn(4, 3, 6, 8)
     sources = [memory[:, :, n] for n in range(3)] + [memory[:1, :1, 0].expand(4, 3, 8)]
     null = torch.randn(8)
-    rows = rows_of(sources, null, sources[0])
+    rows, _ = rows_of(sources, null, None)
     assert [row.data_ptr() for row in rows] == [x.data_ptr() for x in (null, *sources)]
-    assert [row.stride(0) for row in rows] == [0, 48, 48, 48, 0]
+    assert [row.shape for row in rows] == [(1, 12, 8)] * 5
+    assert [row.stride(1) for row in rows] == [0, 48, 48, 48, 0]
+
+
+@pytest.mark.parametrize("other", [True, False])
+def test_uneven_sources_are_read_where_they_lie(other):
+    from mhar_compile.lowering.launch import row_arguments, rows_of
+
+    even, memory = torch.randn(4, 3, 8), torch.randn(4, 5, 8)
+    sources = [even, memory[:, 2:], even.mT.contiguous().mT, even.transpose(0, 1).contiguous().transpose(0, 1)]
+    sources += [even[:1].expand(4, 3, 8), even[:, :1].expand(4, 3, 8)]
+    rows, last = rows_of(sources, torch.randn(8), memory[:, 1:4] if other else None)
+    copied = [
+        row.untyped_storage().data_ptr() != x.untyped_storage().data_ptr()
+        for row, x in zip(rows[1:], sources, strict=True)
+    ]
+    assert copied == [False, False, True, False, False, False]  # one whose width is not contiguous
+    found = row_arguments(rows)
+    assert found["inner"] == 3
+    places = list(zip(found["strides"], found["jumps"], strict=True))[: len(rows)]
+    assert places == [(0, 0), (8, 0), (8, 40 - 24), (8, 0), (32, 8 - 96), (8, -24), (0, 24)]
+    assert (last is not None) == other
+    tokens = torch.arange(12)
+    for row, (stride, jump) in zip(rows, places, strict=True):
+        starts = row.storage_offset() + tokens * stride + tokens // 3 * jump
+        elements = row.as_strided((row.untyped_storage().nbytes() // 4,), (1,), 0)
+        assert torch.equal(elements[starts[:, None] + torch.arange(8)], row.reshape(12, 8))
+    assert row_arguments(rows_of([even, even], None, None)[0])["jumps"] is None
 
 
 class NoDriver:
