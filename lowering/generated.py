@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any
 
-import sympy
+import sympy  # type: ignore[import-untyped]
 import triton
 from torch import SymInt, Tensor
 from torch._inductor import ir
@@ -25,8 +25,7 @@ from .named import named_arguments, named_kernel, written
 
 def emit(launch: Launch) -> None:
     """Record a launch in the graph that is being traced."""
-    mode = get_proxy_mode()
-    assert mode is not None
+    mode: Any = get_proxy_mode()
     arguments = named_arguments(launch)
     strides = {name: value.stride() for name, value in arguments.items() if isinstance(value, Tensor)}
     target = node_target(named_kernel(launch), tuple(launch.options.items()), written(launch))
@@ -36,7 +35,7 @@ def emit(launch: Launch) -> None:
 
 @cache
 def node_target(kernel: Any, options: tuple[tuple[str, int], ...], writes: frozenset[str]) -> Callable[..., None]:
-    """The function that stands in a graph for launches of a kernel; Inductor calls it to lower them, on its own values."""
+    """What stands in a graph for launches of a kernel; Inductor calls it with its own values, to lower them."""
     config = triton.Config({}, **dict(options))
 
     def launch_kernel(grid: Sequence[Any], arguments: dict[str, Any], strides: dict[str, Sequence[Any]]) -> None:
@@ -100,7 +99,8 @@ class KernelLaunch(ir.UserDefinedTritonKernel):
         return False
 
     def codegen(self, wrapper: Any) -> None:
-        super().codegen(SharedDefinitions(wrapper))
+        shared: Any = SharedDefinitions(wrapper)
+        super().codegen(shared)
 
 
 class SharedDefinitions:

@@ -75,28 +75,27 @@ class Lowering:
         return all(x.device.type == self.device and x.dtype != torch.float64 and x.numel() != 0 for x in tensors)
 
     def lower(self, node: Node) -> None:
-        args = list(node.args)
+        args: list[Any] = list(node.args)
         if node.target in LAUNCHED:
             self.expand(node, partial(LAUNCHED[node.target], run=emit), args)
         elif node.target is mhar.unfold.default:
-            self.unfold(node)
+            self.unfold(node, *args)
         elif node.target is not mhar.pull.default:
             self.expand(node, self.expansions[node.target], args)
-        elif node.args[0][0].meta["val"].dim() == 1:  # type: ignore[index]
-            self.pull_null(node)
+        elif args[0][0].meta["val"].dim() == 1:
+            self.pull_null(node, *args)
         else:
-            self.pull(node)
+            self.pull(node, args)
 
-    def pull(self, node: Node) -> None:
+    def pull(self, node: Node, args: list[Any]) -> None:
         """Pulls of one family add the gradients of its queries to one tensor, which unfold reads in place of theirs."""
         parts = {user.args[1]: user for user in node.users}
-        folded, dqueries = node.args[9], parts.get(1)
-        assert isinstance(folded, Node)
+        folded, dqueries = args[9], parts.get(1)
         with self.graph.inserting_before(node):
             if dqueries is not None and folded not in self.shares:
                 self.shares[folded] = self.traced(steps.new_shares, [folded])
             shares = None if dqueries is None else self.shares[folded]
-            grads = self.traced(partial(steps.pull, run=emit), [*node.args, shares])
+            grads = self.traced(partial(steps.pull, run=emit), [*args, shares])
         if 0 in parts:
             replace(parts[0], grads)
         if dqueries is None:
@@ -104,19 +103,19 @@ class Lowering:
         else:
             self.pulled[dqueries] = folded
 
-    def pull_null(self, node: Node) -> None:
-        (source,), (rstd,), (logits,), _, (site,), (dout,), (lse,), (coupling,), (gate,), folded, *_ = node.args  # type: ignore[misc]
+    def pull_null(
+        self, node: Node, sources: Any, rstds: Any, logits: Any, firsts: Any, sites: Any, grad_outs: Any, lses: Any,
+        couplings: Any, gates: Any, folded: Node, carried: Any, wide: Any,
+    ) -> None:  # fmt: skip
+        """A null source is read at one site."""
 
         def body(*args: Any) -> Any:
-            *others, queries = args
-            grad, dfolded = steps.pull_null(*others, queries.select(0, site))
+            grad, dfolded = steps.pull_null(*args[:-1], folded=args[-1].select(0, sites[0]))
             return [grad], dfolded
 
-        self.expand(node, body, [source, rstd, logits, dout, lse, coupling, gate, folded])
+        self.expand(node, body, [x[0] for x in (sources, rstds, logits, grad_outs, lses, couplings, gates)] + [folded])
 
-    def unfold(self, node: Node) -> None:
-        grads, sites, *parameters = node.args
-        assert isinstance(grads, (list, tuple)) and isinstance(sites, (list, tuple))
+    def unfold(self, node: Node, grads: Any, sites: Any, queries: Any, key_weights: Any) -> None:
         shared = [grad for grad in grads if grad in self.pulled]
         single, single_sites, at = [], [], 0
         for grad in grads:
@@ -125,7 +124,7 @@ class Lowering:
                 single_sites.append(sites[at])
             at += grad.meta["val"].shape[0]
         shares = self.shares[self.pulled[shared[0]]] if shared else None
-        self.expand(node, partial(steps.unfold, run=emit), [shares, single, single_sites, *parameters])
+        self.expand(node, partial(steps.unfold, run=emit), [shares, single, single_sites, queries, key_weights])
         for grad in shared:
             pulled = grad.all_input_nodes[0]
             self.graph.erase_node(grad)
@@ -159,7 +158,7 @@ class Lowering:
         with mode:
             module = make_fx(flat, decomposition_table=select_decomp_table())(values)
         places = dict(zip(module.graph.find_nodes(op="placeholder"), inputs, strict=True))
-        results = self.graph.graph_copy(module.graph, places)
+        results: Any = self.graph.graph_copy(module.graph, places)
         return tree_unflatten(results, structure[0])
 
 

@@ -141,6 +141,8 @@ class BlockRule:
         stages: of score's pipeline; with masked columns 3 spill (K 72: 80 registers, 8 bytes of stack in Triton 3.6), 1
             takes 72.
         sites: sites at a time, the least that tensor cores take: more would be padding for most windows.
+        shares: programs over the tokens in query_gradient: 1,280 in all at d 1280, 256 at d 512; each adds to its own
+            [sites, d] float32, 12 MB of the second-level cache's 50 for 73 sites at d 1280.
     """
 
     tokens: int
@@ -148,6 +150,7 @@ class BlockRule:
     warps: int
     stages: int
     sites: int = 16
+    shares: int = 32
 
 
 @lru_cache

@@ -66,7 +66,7 @@ def mix(
     keep: bool,
     run: Run = Launch.run,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Output [..., d] and log-sum-exp [..., H] of one site, and the residue of the output's rounding (empty or int8)."""
+    """Output [..., d] and log-sum-exp [..., H] of one site, and the int8 residue of its rounding."""
     like = shape_of([*sources, residual, carried])
     heads = (logits[0] if carried_lse is None else carried_lse).shape[-1]
     out = like.new_empty(like.shape, dtype=dtype)
@@ -75,8 +75,8 @@ def mix(
     known = [row_at(row, site - first, lse) for row, first in zip(logits, firsts, strict=True)]
     before = None if carried is None or carried_lse is None else (carried_lse, None, carried)
     rows = [source.expand(like.shape) for source in sources]
-    finished = dict(out=out, lse=lse, residue=residue if keep else None)
-    for launch in mix_launches(rows, known, 1, before, residual, gate, **finished):
+    kept = residue if keep else None
+    for launch in mix_launches(rows, known, 1, before, residual, gate, out=out, lse=lse, residue=kept):
         run(launch)
     return out, lse, residue
 
@@ -152,7 +152,7 @@ def pull(
     shares: Tensor | None,
     run: Run = Launch.run,
 ) -> list[Tensor]:
-    """Gradient of each source [..., d] from all of the sites; the folded queries' gradients are added to shares, if any.
+    """Gradient of each source [..., d] from all of the sites; the folded queries' gradients go into shares.
 
     Several sources share one read of the gradients of up to RECTANGLE sites; between launches a gradient is float32.
     """
@@ -172,9 +172,15 @@ def pull(
             after = (grads if places is runs[-1] else between)[few]
             known = [row.narrow(0, lowest - first, count) for row, first in zip(logits[few], firsts[few], strict=True)]
             dlogits = [torch.empty_like(row) for row in known]
-            arrived = [[x[place] for place in places] for x in (grad_outs, lses, couplings, gates)]
+            douts, levels, coupled, scales = (
+                [x[place] for place in places] for x in (grad_outs, lses, couplings, gates)
+            )
             queries = folded.narrow(0, lowest, count)
-            run(pull_launch(sources[few], rstds[few], known, dlogits, before, after, *arrived, queries))
+            run(
+                pull_launch(
+                    sources[few], rstds[few], known, dlogits, before, after, douts, levels, coupled, scales, queries
+                )
+            )
             if shares is not None:
                 for source, rstd, dlogit in zip(sources[few], rstds[few], dlogits, strict=True):
                     run(query_gradient_launch(source, rstd, dlogit, shares, lowest))
@@ -235,15 +241,14 @@ def unfold(
         at = dict(zip(sites, grads, strict=True))
         totals.append(torch.cat([at.get(site, absent) for site in range(count)]))
     total = sum(totals[1:], totals[0]).unbind()
-    weights = [weight for weight in key_weights if weight is not None]
-    weighted = [n for n, weight in enumerate(key_weights) if weight is not None]
+    weighted = [(n, weight) for n, weight in enumerate(key_weights) if weight is not None]
     dqueries, dkeys = list(total), [query.new_empty(0) for query in queries]
-    if weights:
-        wide = [weight.float().view(heads, head_width) for weight in weights]
-        scaled = torch._foreach_mul([total[n] for n in weighted], wide)
-        keys = torch._foreach_mul([total[n] for n in weighted], [queries[n].float() for n in weighted])
-        for n, grad, key in zip(weighted, scaled, keys, strict=True):
-            dqueries[n], dkeys[n] = grad, key.flatten().to(key_weights[n].dtype)
+    if weighted:
+        mine = [total[n] for n, _ in weighted]
+        scaled = torch._foreach_mul(mine, [weight.float().view(heads, head_width) for _, weight in weighted])
+        keys = torch._foreach_mul(mine, [queries[n].float() for n, _ in weighted])
+        for (n, weight), grad, key in zip(weighted, scaled, keys, strict=True):
+            dqueries[n], dkeys[n] = grad, key.flatten().to(weight.dtype)
     return [grad.to(query.dtype) for grad, query in zip(dqueries, queries, strict=True)], dkeys
 
 
@@ -356,7 +361,7 @@ def pull_launch(
 
 
 def query_gradient_launch(source: Tensor, rstd: Tensor, dlogits: Tensor, shares: Tensor, first: int) -> Launch:
-    """Add sum over tokens of dl key to shares [programs, all sites, H, K]; dlogits [sites, ..., H] begin at site first."""
+    """Add the sum over tokens of dl key to shares [programs, all sites, H, K], from site first on."""
     (sites, *leading, heads), width = dlogits.shape, source.shape[-1]
     tokens = prod(leading)
     rule = block_rule(width // heads)

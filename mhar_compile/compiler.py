@@ -17,7 +17,10 @@ from .ops import eager_steps
 
 HOOK = "joint_custom_pre_pass"
 LOWERING = "post_grad_custom_pre_pass"
-EXPANSIONS = {torch.ops.mhar.fold.default: eager_steps.fold, torch.ops.mhar.coupling.default: eager_steps.coupling}
+EXPANSIONS: dict[Any, Callable[..., Any]] = {
+    torch.ops.mhar.fold.default: eager_steps.fold,
+    torch.ops.mhar.coupling.default: eager_steps.coupling,
+}
 
 
 def joint_pass(before: Any = None, reports: Callable[[Report], None] | None = None, **settings: Any) -> JointPass:

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 from torch._guards import detect_fake_mode
 from torch.fx import GraphModule
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._pytree import tree_map
 
 from mhar_compile.compiler import HOOK, LOWERING, inductor_options
@@ -85,6 +86,8 @@ class Module:
 
     kind: str
     source: str
+    without_graphs: str | None  # why Inductor would not record it as a CUDA graph
+    mutated: tuple[str, ...]  # inputs that it writes to
 
     @property
     def body(self) -> str:
@@ -103,15 +106,17 @@ class Module:
         return Counter(re.sub(r"_\d+$", "", name) for name in names)
 
 
-def modules(model: Callable[..., Any], *inputs: Any, dynamic: bool = False, **settings: Any) -> list[Module]:
+def modules(model: Callable[..., Tensor], *inputs: Any, dynamic: bool = False, **settings: Any) -> list[Module]:
     """The modules that Inductor generates for a model on the meta device, called once: forward and backward.
 
-    ``settings`` are those of ``inductor_options``; ``passes=False`` leaves all of ours out.
+    ``settings`` are those of ``inductor_options``. Attention is decomposed: meta tensors have no fused kernel for it.
     """
     found: list[Module] = []
     torch._dynamo.reset()
-    with torch._inductor.config.patch(compile_threads=1, fx_graph_cache=False):
-        torch.compile(model, backend=generator(found, inductor_options(**settings)), dynamic=dynamic)(*inputs)
+    with torch._inductor.config.patch(compile_threads=1, fx_graph_cache=False), sdpa_kernel(SDPBackend.MATH):
+        out = torch.compile(model, backend=generator(found, inductor_options(**settings)), dynamic=dynamic)(*inputs)
+        if out.requires_grad:
+            out.sum().backward()
     torch._dynamo.reset()
     return found
 
@@ -127,7 +132,11 @@ def generator(found: list[Module], options: dict[str, Any]) -> Callable[..., Any
         return min_cut_rematerialization_partition(module, joint_inputs, compiler="inductor", **rest)
 
     def compiled(kind: str, module: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
-        found.append(Module(kind, source_of(kind, module, options)))
+        if kind == "inference":
+            options[HOOK](module.graph)
+            module.recompile()
+        with pretended_gpu():
+            found.append(generated(kind, on_cuda(module), options))
         return boxed(module)
 
     backend: Callable[..., Any] = aot_autograd(
@@ -141,13 +150,7 @@ def generator(found: list[Module], options: dict[str, Any]) -> Callable[..., Any
     return backend
 
 
-def source_of(kind: str, module: GraphModule, options: dict[str, Any]) -> str:
-    """Inductor's code for a graph on the meta device, as it would be for the same graph on CUDA."""
-    with pretended_gpu():
-        return generated(kind, on_cuda(module), options)
-
-
-def generated(kind: str, moved: GraphModule, options: dict[str, Any]) -> str:
+def generated(kind: str, moved: GraphModule, options: dict[str, Any]) -> Module:
     """Inductor's code for a graph on CUDA."""
     import torch._inductor.config as inductor
     from torch._inductor.debug import DebugContext
@@ -157,8 +160,7 @@ def generated(kind: str, moved: GraphModule, options: dict[str, Any]) -> str:
 
     inputs = [node.meta["val"] for node in moved.graph.find_nodes(op="placeholder")]
     mode = detect_fake_mode(inputs)
-    hooks = {name: options[name] for name in (LOWERING,)}
-    with inductor.patch(hooks), V.set_fake_mode(mode):
+    with inductor.patch({LOWERING: options[LOWERING]}), V.set_fake_mode(mode):
         post_grad_passes(moved, kind == "inference")
         lowering = GraphLowering(
             moved, example_inputs=inputs, shape_env=mode.shape_env, is_inference=kind == "inference",
@@ -167,7 +169,7 @@ def generated(kind: str, moved: GraphModule, options: dict[str, Any]) -> str:
         with V.set_graph_handler(lowering), V.set_debug_handler(DebugContext()):
             lowering.run(*inputs)
             code, _ = lowering.codegen()
-    return str(getattr(code, "value", code))
+    return Module(kind, str(code.value), lowering.disable_cudagraphs_reason, tuple(lowering.mutated_inputs))
 
 
 def on_cuda(module: GraphModule) -> GraphModule:

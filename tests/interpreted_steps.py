@@ -46,7 +46,8 @@ def test_score(dtype, heads, head_width, shape):
     source = torch.randn(*shape, heads * head_width).to(dtype)
     logits, rstd = steps.score(source, folded, 1, 3, EPS)
     expected, root = eager_steps.score(source, folded, 1, 3, EPS)
-    assert logits.shape == expected.shape and rstd.shape == root.shape
+    assert logits.shape == expected.shape
+    assert rstd.shape == root.shape
     close(logits, expected.double(), torch.float32)
     close(rstd, root.double(), torch.float32)
 
