@@ -101,7 +101,8 @@ def forward_launches(
     rstd: Tensor,
 ) -> Iterator[Launch]:
     """One launch for every RECTANGLE sources; from one to the next the float32 (max, sum, mixture) is carried."""
-    (heads, head_width), width = query.shape, out.shape[-1]
+    heads, head_width = map(int, query.shape)
+    width = heads * head_width
     tokens = prod(out.shape[:-1])
     rule = site_rule(heads, head_width, out.element_size())
     rows, extra = rows_of(sources, null_source, residual)
@@ -149,7 +150,8 @@ def backward_launches(
     grad_gate: Tensor,
 ) -> Iterator[Launch]:
     """Gradients in one launch for at most RECTANGLE sources, else all dots first; then the sums over tokens."""
-    (heads, head_width), width = query.shape, grad_out.shape[-1]
+    heads, head_width = map(int, query.shape)
+    width = heads * head_width
     tokens = prod(grad_out.shape[:-1])
     rule = site_rule(heads, head_width, grad_out.element_size())
     rows, dout = rows_of(sources, null_source, grad_out)

@@ -37,7 +37,7 @@ def score(
     source: Tensor, folded: Tensor, first: int, count: int, eps: float, run: Run = Launch.run
 ) -> tuple[Tensor, Tensor]:
     """Logits [count, ..., H] of a source [..., d] at the sites first..first+count-1, and its reciprocal RMS [...]."""
-    tokens, heads, width = source.shape[:-1], folded.shape[1], source.shape[-1]
+    tokens, (heads, width) = source.shape[:-1], sizes(folded.shape[1], source)
     logits, rstd = folded.new_empty((count, *tokens, heads)), folded.new_empty(tokens)
     rule = block_rule(width // heads)
     arguments = one_row(source) | dict(
@@ -76,7 +76,8 @@ def mix(
     before = None if carried is None or carried_lse is None else (carried_lse, None, carried)
     rows = [source.expand(like.shape) for source in sources]
     kept = residue if keep else None
-    for launch in mix_launches(rows, known, 1, before, residual, gate, out=out, lse=lse, residue=kept):
+    tokens = prod(like.shape[:-1])
+    for launch in mix_launches(rows, known, 1, before, residual, gate, out=out, lse=lse, residue=kept, tokens=tokens):
         run(launch)
     return out, lse, residue
 
@@ -94,7 +95,8 @@ def mix_tile(
     out = like.new_empty((count, *like.shape), dtype=torch.float32)
     lse = like.new_empty((count, *like.shape[:-1], logits[0].shape[-1]), dtype=torch.float32)
     known = [row.narrow(0, sites[0] - first, count) for row, first in zip(logits, firsts, strict=True)]
-    for launch in mix_launches(sources, known, count, None, None, None, out=out, lse=lse, residue=None):
+    tokens = prod(like.shape[:-1])
+    for launch in mix_launches(sources, known, count, None, None, None, out=out, lse=lse, residue=None, tokens=tokens):
         run(launch)
     return list(out.unbind()), list(lse.unbind())
 
@@ -110,7 +112,7 @@ def coupling_from_sources(
     run: Run = Launch.run,
 ) -> tuple[Tensor, Tensor]:
     """S = gate * <grad_out, mixture> a head, [..., H], and the gradient of the gate [1] (empty where absent)."""
-    (heads, width), tokens = (lse.shape[-1], grad_out.shape[-1]), prod(lse.shape[:-1])
+    (heads, width), tokens = sizes(lse.shape[-1], grad_out), prod(lse.shape[:-1])
     total, mass = torch.empty_like(lse), torch.empty_like(lse)
     rows, dout = rows_of([source.expand(grad_out.shape) for source in sources], None, grad_out)
     assert dout is not None
@@ -156,7 +158,7 @@ def pull(
 
     Several sources share one read of the gradients of up to RECTANGLE sites; between launches a gradient is float32.
     """
-    heads, head_width = folded.shape[1:]
+    heads, head_width = map(int, folded.shape[1:])
     grads = [
         source.new_empty(source.shape, dtype=torch.float32 if keep else source.dtype)
         for source, keep in zip(sources, wide, strict=True)
@@ -274,12 +276,13 @@ def mix_launches(
     out: Tensor,
     lse: Tensor,
     residue: Tensor | None,
+    tokens: int,
 ) -> Iterator[Launch]:
     """Mixtures of the sources at one or more sites, one launch for every RECTANGLE of them.
 
     before is what other sources left, absent where these are all.
     """
-    width, heads, tokens = out.shape[-1], lse.shape[-1], prod(lse.shape[:-1]) // sites
+    heads, width = sizes(lse.shape[-1], out)
     rows, extra = rows_of(sources or [out], None, residual)
     rule = site_rule(heads, width // heads, rows[0].element_size())
     constants = site_constants(heads, width // heads, rows[0]) | {
@@ -362,8 +365,8 @@ def pull_launch(
 
 def query_gradient_launch(source: Tensor, rstd: Tensor, dlogits: Tensor, shares: Tensor, first: int) -> Launch:
     """Add the sum over tokens of dl key to shares [programs, all sites, H, K], from site first on."""
-    (sites, *leading, heads), width = dlogits.shape, source.shape[-1]
-    tokens = prod(leading)
+    sites, *leading, last = dlogits.shape
+    (heads, width), tokens = sizes(last, source), prod(leading)
     rule = block_rule(width // heads)
     arguments = one_row(source) | dict(
         rstd=rstd,
@@ -388,7 +391,7 @@ def sum_launch(shares: Tensor, total: Tensor) -> Launch:
 
 def new_shares(folded: Tensor) -> Tensor:
     """What the pulls of a family [sites, H, K] add the gradients of its folded queries to."""
-    sites, heads, head_width = folded.shape
+    sites, heads, head_width = map(int, folded.shape)
     return folded.new_zeros((block_rule(head_width).shares, sites, heads, head_width))
 
 
@@ -404,6 +407,11 @@ def block_options(rule: BlockRule) -> dict[str, int]:
 def step_options(warps: int) -> dict[str, int]:
     """The compiler's options; no limit of registers, since Inductor hands none on."""
     return {"num_warps": warps, "num_stages": 1}
+
+
+def sizes(heads: int, source: Tensor) -> tuple[int, int]:
+    """Heads and width as numbers, which they always are, though a trace with dynamic shapes may hold them as symbols."""
+    return int(heads), int(source.shape[-1])
 
 
 def one_row(source: Tensor) -> dict[str, Any]:

@@ -8,9 +8,7 @@ import torch
 pytest.importorskip("triton", reason="the kernels are written in Triton")
 
 from mhar_compile import Decoder, route
-from mhar_compile.lowering.named import named_arguments, named_kernel, written
-from perf.aot import Rectangle, Site
-from perf.codegen import modules, pretended_gpu
+from perf.codegen import modules
 
 OURS = ("score", "mix", "coupling", "pull", "query_gradient", "site_sums", "site_forward", "site_backward")
 LAYERS = 3
@@ -79,7 +77,9 @@ def test_launches(generated, residual):
 def test_nothing_is_copied_for_the_kernels(generated, residual):
     """Every pointer of a launch is a buffer or a view of one, never the result of a copying kernel."""
     for module in generated[residual]:
-        copies = [name for name in module.launches if re.fullmatch(r"triton_poi_fused_(clone|copy|view|expand|_)*", name)]
+        copies = [
+            name for name in module.launches if re.fullmatch(r"triton_poi_fused_(clone|copy|view|expand|_)*", name)
+        ]
         assert copies == []
 
 
