@@ -98,7 +98,7 @@ def check_batch(device: str, tokens: int, width: int, heads: int, count: int, dt
 
 
 def check_layouts(device: str, tokens: tuple[int, int], width: int, heads: int, count: int, dtype: torch.dtype) -> None:
-    """Rows with two strides give the bits of contiguous ones: parts and transposes of [B, T, d], expanded over either."""
+    """Rows with two strides give the bits of contiguous ones: parts, transposes and expansions of [B, T, d]."""
     torch.manual_seed(count)
     batch, length = tokens
 
