@@ -1,6 +1,7 @@
 """Launches of the kernels of a rectangle of sources x sites, on tensors that the caller allocates.
 
-Shapes as in rectangles.py; sources and gradients are [..., d], read where they lie as ``launch.rows_of`` says.
+Shapes as in rectangles.py; sources and gradients are [..., d] of one shape, read where they lie as ``launch.rows_of``
+says.
 """
 
 from __future__ import annotations

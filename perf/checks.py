@@ -223,7 +223,8 @@ def check_pull(device: str, tokens: int, width: int, heads: int, count: int, sit
 
     dlogits, carry = torch.full_like(logits, torch.nan), nothing(device, tokens, width)
     grad = nothing(device, tokens, width, dtype=dtype)
-    run(pull_launches(source, rstd, douts, scales, queries, logits, lses, couplings, dlogits, carry, grad))
+    laid = [dout.view_as(source) for dout in douts]
+    run(pull_launches(source, rstd, laid, scales, queries, logits, lses, couplings, dlogits, carry, grad))
     close("pull", grad, truth, dtype)
     shares, grad_queries = nothing(device, 2, sites, width), nothing(device, sites, width)
     run(query_gradient_launches(source, rstd, dlogits, shares, grad_queries))
