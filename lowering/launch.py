@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from math import prod
 from typing import Any
 
@@ -259,19 +260,21 @@ def rows_of(
 def common_shape(tensors: Sequence[Tensor]) -> tuple[int, int, int]:
     """[outer, inner, d] in which the most of these tensors [..., d] can be viewed; outer is 1 where all can be."""
     *leading, width = tensors[0].shape
-    shapes = [(prod(leading[:n]), prod(leading[n:]), width) for n in range(max(len(leading), 1))]
-    if all(fits(x, shapes[0]) for x in tensors):
-        return shapes[0]
-    return max(shapes, key=lambda shape: sum(fits(x, shape) for x in tensors))
+    strided = [x for x in tensors if not x.is_contiguous()]  # the others fit any shape
+
+    def fits(x: Tensor, n: int) -> bool:
+        return evenly(leading[:n], x.stride()[:n]) and evenly(leading[n:], x.stride()[n:-1])
+
+    splits = range(max(len(leading), 1))
+    whole = [n for n in splits if all(fits(x, n) for x in strided)]
+    n = whole[0] if whole else max(splits, key=lambda n: sum(fits(x, n) for x in strided))
+    return prod(leading[:n]), prod(leading[n:]), width
 
 
-def fits(x: Tensor, shape: tuple[int, ...]) -> bool:
-    """Whether a tensor can be viewed in a shape without a copy."""
-    try:
-        x.view(shape)
-    except RuntimeError:
-        return False
-    return True
+def evenly(sizes: Sequence[int], strides: Sequence[int]) -> bool:
+    """Whether one stride leads through all elements of dimensions of these sizes and strides."""
+    steps = [(size, stride) for size, stride in zip(sizes, strides, strict=True) if size > 1]
+    return all(outer == size * inner for (_, outer), (size, inner) in pairwise(steps))
 
 
 def row_arguments(rows: list[Tensor]) -> dict[str, Any]:

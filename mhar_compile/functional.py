@@ -64,7 +64,7 @@ def route(
     Args:
         sources: N >= 1 tensors [..., d] of one shape, dtype (float32, bfloat16, float16 or float64) and device, or one
             tensor [N, ..., d]. N may be 0 where both null_source and residual are given. A source whose last dimension
-            is contiguous (on CUDA: and whose tokens are evenly spaced) is read where it lies, any other is copied.
+            is contiguous (on CUDA: and whose tokens take at most two strides) is read where it lies, others are copied.
             The sum of squares of a token must be representable in float32.
         query: [H, d/H]; or [d] together with heads.
         heads: H, needed only where query is [d].

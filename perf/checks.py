@@ -7,7 +7,7 @@ interpreter at tiny sizes.
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -97,6 +97,32 @@ def check_batch(device: str, tokens: int, width: int, heads: int, count: int, dt
         assert torch.equal(whole[some], own), "the batch around a token changes its bits"
 
 
+def check_layouts(device: str, tokens: tuple[int, int], width: int, heads: int, count: int, dtype: torch.dtype) -> None:
+    """Rows with two strides give the bits of contiguous ones: parts, transposes and expansions of [B, T, d]."""
+    torch.manual_seed(count)
+    batch, length = tokens
+
+    def random(*shape: int) -> Tensor:
+        return torch.randn(*shape, width, device=device).to(dtype)
+
+    kinds: list[Callable[[], Tensor]] = [
+        lambda: random(batch, length + 1)[:, 1:],
+        lambda: random(batch, length + 2)[:, :length],
+        lambda: random(length, batch).transpose(0, 1),
+        lambda: random(1, length).expand(batch, -1, -1),
+        lambda: random(batch, 1).expand(-1, length, -1),
+        lambda: random(batch, length),
+    ]
+    sources = [kinds[n % len(kinds)]() for n in range(max(count, len(kinds)))]
+    query = torch.randn(heads, width // heads, device=device)
+    options = {"key_weight": torch.randn(width, device=device), "null_source": torch.randn(width, device=device)}
+    for residual, dout in zip((kinds[0](), kinds[2]()), (kinds[2](), kinds[1]()), strict=True):
+        uneven = forward_backward(sources, query, dout, residual=residual, **options)
+        residual, dout = residual.contiguous(), dout.contiguous()
+        plain = forward_backward([x.contiguous() for x in sources], query, dout, residual=residual, **options)
+        assert all(torch.equal(a, b) for a, b in zip(uneven, plain, strict=True)), "two strides change bits"
+
+
 def check_repeats(device: str, tokens: int, width: int, heads: int, count: int, repeats: int) -> None:
     """Outputs and all gradients are bitwise the same every time."""
     torch.manual_seed(count)
@@ -144,7 +170,8 @@ def nothing(device: str, *shape: int, dtype: torch.dtype = torch.float32) -> Ten
 
 def scored(device: str, x: Tensor, queries: Tensor, heads: int) -> tuple[Tensor, Tensor]:
     """logits [sites, tokens, H] and rstd [tokens] of one source."""
-    logits, rstd = nothing(device, len(queries), len(x), heads), nothing(device, len(x))
+    tokens = x.numel() // x.shape[-1]
+    logits, rstd = nothing(device, len(queries), tokens, heads), nothing(device, tokens)
     run(score_launch(x, queries, EPS, logits, rstd))
     return logits, rstd
 
@@ -170,17 +197,17 @@ def check_mix(device: str, tokens: int, width: int, heads: int, count: int, site
 
 
 def check_pull(device: str, tokens: int, width: int, heads: int, count: int, sites: int, dtype: torch.dtype) -> None:
-    """The gradient of one source from all sites, and of the queries through it, against float64 autograd."""
+    """The gradient of one source from all sites, and of the queries through it, against float64; tokens are even."""
     torch.manual_seed(sites)
     by_head = (heads, width // heads)
     others = [torch.randn(tokens, width, device=device).to(dtype) for _ in range(count)]
-    source = torch.randn(2 * tokens, width, device=device).to(dtype)[::2]  # strided
+    source = torch.randn(2, tokens // 2 + 1, width, device=device).to(dtype)[:, 1:]  # rows with two strides
     queries, scales = torch.randn(sites, width, device=device), torch.randn(sites, device=device)
     queries /= by_head[1] ** 0.5
     douts = [torch.randn(tokens, width, device=device).to(dtype) for _ in range(sites)]
     logits, rstd = scored(device, source, queries, heads)
 
-    x = source.double().requires_grad_()
+    x = source.double().reshape(tokens, width).requires_grad_()
     key = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + EPS)
     lses, couplings, loss, dqueries = [], [], torch.zeros((), device=device, dtype=torch.float64), []
     for m in range(sites):
@@ -196,7 +223,8 @@ def check_pull(device: str, tokens: int, width: int, heads: int, count: int, sit
 
     dlogits, carry = torch.full_like(logits, torch.nan), nothing(device, tokens, width)
     grad = nothing(device, tokens, width, dtype=dtype)
-    run(pull_launches(source, rstd, douts, scales, queries, logits, lses, couplings, dlogits, carry, grad))
+    laid = [dout.view_as(source) for dout in douts]
+    run(pull_launches(source, rstd, laid, scales, queries, logits, lses, couplings, dlogits, carry, grad))
     close("pull", grad, truth, dtype)
     shares, grad_queries = nothing(device, 2, sites, width), nothing(device, sites, width)
     run(query_gradient_launches(source, rstd, dlogits, shares, grad_queries))

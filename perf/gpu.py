@@ -1,24 +1,28 @@
 """The kernels on a GPU: correctness first, then times beside the card's copy bandwidth and beside what others do.
 
-    python -m perf.gpu                          everything, about 8 minutes on an H200
-    python -m perf.gpu budgets large repeats    some sections
+    python -m perf.gpu                          everything, meant for 10 minutes on an H200
+    python -m perf.gpu widths large repeats     some sections
     python -m perf.gpu --dry-run                what would run
     TRITON_INTERPRET=1 python -m perf.gpu --self-check      all of it at tiny sizes on the CPU
 
-Needs torch and Triton, no network. Results go to perf/results/<name>.json as each section ends; a section of times runs
-only if all sections of correctness that were asked for have passed.
+Needs torch and Triton, no network. Every section has a process and a time limit of its own, so that one that fails,
+crashes or hangs costs no other; those of correctness run side by side, then, only if all of them passed, those of times
+one after the other. Results are in perf/results/<name>.json as soon as a section ends, with the rows it had got to.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import shutil
 import subprocess
 import sys
+import tempfile
 import time
 import traceback
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -32,7 +36,8 @@ from mhar_compile.lowering.rectangle_launch import mix_launches, pull_launches, 
 from . import checks, clock, rivals
 
 Row = dict[str, Any]
-SANITIZER_SECONDS = 180  # of each tool; the kernels are compiled once, for both
+SANITIZER_SECONDS = 110  # of each tool; the kernels are compiled once, for both
+SECTION_SECONDS = 240  # most of a section's time is Triton's, which compiles a kernel in 1 to 3 s
 
 
 @dataclass(frozen=True)
@@ -88,39 +93,49 @@ def shapes(setup: Setup) -> list[Shape]:
     return [Shape("tiny", 3, 8, 2, 3), Shape("tiny delta", 2, 8, 1, 3, delta=True)]
 
 
-def budgets(setup: Setup) -> list[Row]:
-    """Random sites of all kinds, and the named widths, within the error budgets derived from float64."""
+def budgets(setup: Setup) -> Iterator[Row]:
+    """Random sites of all kinds within the error budgets derived from float64."""
     number, most = setup.size(32, 2), setup.size(129, 3)
-    worst = 0.0
-    for seed, recipe in enumerate(checks.random_recipes(0, number, most, setup.size(37, 2))):
-        worst = max(worst, checks.check_budget(setup.device, recipe, seed))
-    for shape in [] if setup.tiny else SHAPES:
-        for dtype in checks.DTYPES if shape.name in ("8B", "1B") else (torch.bfloat16,):
-            recipe = checks.Recipe(
-                tokens=(33,),
-                count=shape.count,
-                heads=shape.heads,
-                head_width=shape.width // shape.heads,
-                dtype=dtype,
-                null_source=shape.delta,
-                residual=shape.delta,
-                gate=1 if shape.delta else None,
-            )
-            worst = max(worst, checks.check_budget(setup.device, recipe, 0))
-    return [{"name": "largest error / budget", "ratio": worst}]
+    yield from within_budgets(setup, checks.random_recipes(0, number, most, setup.size(37, 2)))
 
 
-def batches(setup: Setup) -> list[Row]:
+def widths(setup: Setup) -> Iterator[Row]:
+    """The sites that are timed, with few tokens, within the same budgets."""
+
+    def recipes() -> Iterator[checks.Recipe]:
+        for shape in shapes(setup):
+            for dtype in checks.DTYPES if shape.name in ("8B", "1B") else (torch.bfloat16,):
+                sizes = {"tokens": (3, 11), "count": shape.count - shape.delta, "heads": shape.heads, "dtype": dtype}
+                extra = {"null_source": shape.delta, "residual": shape.delta, "gate": 1 if shape.delta else None}
+                yield checks.Recipe(head_width=shape.width // shape.heads, **sizes, **extra)
+
+    yield from within_budgets(setup, recipes())
+
+
+def within_budgets(setup: Setup, recipes: Iterator[checks.Recipe]) -> Iterator[Row]:
+    """Error / budget of every recipe, or what is wrong with it."""
+    failed = 0
+    for seed, recipe in enumerate(recipes):
+        name = f"{seed}: {recipe.count} sources, {recipe.heads} x {recipe.head_width}, {recipe.dtype}"
+        try:
+            yield {"name": name, "ratio": checks.check_budget(setup.device, recipe, seed)}
+        except AssertionError as error:
+            failed += 1
+            yield {"name": name, "error": str(error)[:1000]}
+    assert not failed, f"{failed} sites are out of their budgets"
+
+
+def batches(setup: Setup) -> Iterator[Row]:
     """Bitwise the same whatever the batch around a token and however its sources lie in memory."""
+    cases = [(8, 2, 2)] if setup.tiny else [(4096, 8, 8), (1280, 8, 20), (576, 9, 9), (7168, 1, 5)]
     for dtype in checks.DTYPES[: setup.size(3, 1)]:
-        for width, heads, count in (
-            [(8, 2, 2)] if setup.tiny else [(4096, 8, 8), (1280, 8, 20), (576, 9, 9), (7168, 1, 5)]
-        ):
+        for width, heads, count in cases:
             checks.check_batch(setup.device, setup.size(301, 3), width, heads, count, dtype)
-    return []
+            checks.check_layouts(setup.device, (setup.size(4, 2), setup.size(75, 3)), width, heads, count, dtype)
+    yield {"name": "batches and layouts", "sites": len(cases), "bitwise": True}
 
 
-def rectangles(setup: Setup) -> list[Row]:
+def rectangles(setup: Setup) -> Iterator[Row]:
     """score, mix, pull and query_gradient against float64."""
     cases = (
         [(8, 2, 2, 2)]
@@ -130,55 +145,52 @@ def rectangles(setup: Setup) -> list[Row]:
     for dtype in checks.DTYPES[: setup.size(3, 1)]:
         for width, heads, count, sites in cases:
             checks.check_mix(setup.device, setup.size(133, 2), width, heads, count, min(sites, 8), dtype)
-            checks.check_pull(setup.device, setup.size(133, 2), width, heads, count, sites, dtype)
-    return []
+            checks.check_pull(setup.device, setup.size(134, 2), width, heads, count, sites, dtype)
+    yield {"name": "rectangles", "sites": len(cases)}
 
 
-def large(setup: Setup) -> list[Row]:
+def large(setup: Setup) -> Iterator[Row]:
     """More than 2^31 elements in one source, and in the logits."""
     checks.check_large(setup.device, setup.size(2**31 // 4096 + 1000, 3), setup.size(4096, 8), setup.size(8, 2), 2)
     checks.check_large(setup.device, setup.size(2**24, 3), 8, 8, setup.size(17, 2))
-    return []
+    yield {"name": "large", "sites": 2}
 
 
-def repeats(setup: Setup) -> list[Row]:
+def repeats(setup: Setup) -> Iterator[Row]:
     """A thousand repetitions, bitwise equal."""
-    checks.check_repeats(
-        setup.device, setup.size(1024, 2), setup.size(4096, 8), setup.size(8, 2), setup.size(9, 2), setup.size(1000, 1)
-    )
-    checks.check_repeats(
-        setup.device, setup.size(1024, 2), setup.size(1280, 8), setup.size(8, 2), setup.size(20, 2), setup.size(1000, 1)
-    )
-    return []
+    number = setup.size(1000, 1)
+    for width, heads, count in [(8, 2, 2)] if setup.tiny else [(4096, 8, 9), (1280, 8, 20)]:
+        checks.check_repeats(setup.device, setup.size(1024, 2), width, heads, count, number)
+        yield {"name": f"d {width}, {count} sources", "repetitions": number}
 
 
-def sanitizer(setup: Setup) -> list[Row]:
+def sanitizer(setup: Setup) -> Iterator[Row]:
     """compute-sanitizer's memcheck and racecheck over small sites, in processes of their own."""
     tool = shutil.which("compute-sanitizer")
     if setup.tiny or tool is None:
-        return [{"name": "compute-sanitizer", "skipped": "not on PATH" if tool is None else "no GPU"}]
-    rows = []
+        yield {"name": "compute-sanitizer", "skipped": "not on PATH" if tool is None else "no GPU"}
+        return
     for check in ("memcheck", "racecheck"):
         command = [tool, "--tool", check, "--error-exitcode", "9", sys.executable, "-m", "perf.gpu", "--smoke"]
         environment = os.environ | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
         try:
             result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=SANITIZER_SECONDS)
         except subprocess.TimeoutExpired:
-            rows.append({"name": check, "skipped": f"not done in {SANITIZER_SECONDS} s"})
+            yield {"name": check, "skipped": f"not done in {SANITIZER_SECONDS} s"}
             continue
         if "Device not supported" in result.stdout + result.stderr:  # some virtual machines let no tool at the GPU
-            rows.append({"name": check, "skipped": "the sanitizer does not support this device"})
+            yield {"name": check, "skipped": "the sanitizer does not support this device"}
             continue
         assert result.returncode == 0, f"{check}: {result.stdout[-3000:]}{result.stderr[-1000:]}"
-        rows.append({"name": check, "report": result.stdout.strip().splitlines()[-1:]})
-    return rows
+        yield {"name": check, "report": result.stdout.strip().splitlines()[-1:]}
 
 
 def smoke(device: str) -> None:
     """Small sites through every kernel, for the sanitizer."""
     for width, heads, count in ((512, 8, 3), (576, 9, 18), (1280, 8, 2), (1024, 1, 2)):
         checks.check_batch(device, 9, width, heads, count, torch.bfloat16)
-        checks.check_pull(device, 9, width, heads, 1, 2, torch.bfloat16)
+        checks.check_layouts(device, (2, 3), width, heads, count, torch.bfloat16)
+        checks.check_pull(device, 10, width, heads, 1, 2, torch.bfloat16)
         checks.check_mix(device, 9, width, heads, 2, 2, torch.bfloat16)
     checks.check_repeats(device, 9, 1280, 8, 3, 1)
 
@@ -228,46 +240,41 @@ def ours(sources: Any, query: Tensor, key_weight: Tensor, **extra: Tensor) -> Te
     return route(sources, query, key_weight=key_weight, eps=rivals.EPS, **extra)
 
 
-def sites(setup: Setup) -> list[Row]:
-    """One site, forward and with backward: ours, eager, torch.compile, installed packages."""
-    copy = clock.copy_bandwidth(setup.device, setup.size(2**30, 2**16))
-    rows: list[Row] = [{"name": "copy", "us": 2 * setup.size(2**30, 2**16) / copy * 1e6, "tb_s": copy / 1e12}]
+def sites(setup: Setup) -> Iterator[Row]:
+    """One site, forward and with backward."""
+    size = setup.size(2**30, 2**16)
+    copy = clock.copy_bandwidth(setup.device, size)
+    yield {"name": "copy", "us": 2 * size / copy * 1e6, "tb_s": copy / 1e12}
     for shape in shapes(setup):
-        entrants: dict[str, Any] = {"ours": ours}
-        if not shape.delta:
-            entrants |= {"eager": rivals.eager, **rivals.installed(shape.heads)}
-            if shape.name in ("8B", "8B, one head"):  # half a minute of compilation each
-                entrants["torch.compile"] = rivals.compiled()
+        for backward in (False, True):
+            yield timed_site(setup, shape, "ours", ours, backward, copy)
+
+
+def others(setup: Setup) -> Iterator[Row]:
+    """The same sites done by others: eager, torch.compile, installed packages."""
+    copy = clock.copy_bandwidth(setup.device, setup.size(2**30, 2**16))
+    for shape in shapes(setup):
+        entrants: dict[str, Any] = {} if shape.delta else {"eager": rivals.eager, **rivals.installed(shape.heads)}
+        if shape.name in ("8B", "8B, one head"):  # half a minute of compilation each
+            entrants["torch.compile"] = rivals.compiled()
         for name, function in entrants.items():
             for backward in (False, True):
-                rows += attempt(lambda: timed_site(setup, shape, name, function, backward, copy), name, shape.name)  # noqa: B023
-        if setup.device != "cpu":
-            torch.cuda.empty_cache()
-    return rows
+                try:
+                    yield timed_site(setup, shape, name, function, backward, copy)
+                except Exception as error:
+                    yield {"name": name, "shape": shape.name, "error": f"{type(error).__name__}: {error}"[:300]}
 
 
-def attempt(measure: Callable[[], Row], name: str, shape: str) -> list[Row]:
-    """A row, or for somebody else's code that fails the reason; ours must not fail."""
-    try:
-        return [measure()]
-    except Exception as error:
-        if name == "ours":
-            raise
-        return [{"name": name, "shape": shape, "error": f"{type(error).__name__}: {error}"[:300]}]
-
-
-def parts(setup: Setup) -> list[Row]:
+def parts(setup: Setup) -> Iterator[Row]:
     """The kernels of a rectangle, alone: 16 sources, 8 sites."""
     copy = clock.copy_bandwidth(setup.device, setup.size(2**30, 2**16))
-    rows = []
     for shape in shapes(setup):
         if not shape.delta:
             count, number = setup.size(16, 2), setup.size(8, 2)
             for name, moved, launches in rectangle(setup, shape, count, number):
                 us = setup.time(lambda: checks.run(launches))  # noqa: B023
                 least = moved * shape.tokens * shape.width * 2
-                rows.append({"name": name, "shape": shape.name, "us": us, "of_copy": least / (us * 1e-6) / copy})
-    return rows
+                yield {"name": name, "shape": shape.name, "us": us, "of_copy": least / (us * 1e-6) / copy}
 
 
 def rectangle(setup: Setup, shape: Shape, count: int, number: int) -> Iterator[tuple[str, float, list[Any]]]:
@@ -308,9 +315,8 @@ def rectangle(setup: Setup, shape: Shape, count: int, number: int) -> Iterator[t
     )
 
 
-def chains(setup: Setup) -> list[Row]:
+def chains(setup: Setup) -> Iterator[Row]:
     """Whole chains of sites, one call each, sources born one after another by an elementwise function."""
-    rows = []
     for name, number, tokens, width, heads in [("tiny", 3, 2, 8, 2)] if setup.tiny else CHAINS:
         first = torch.randn(tokens, width, device=setup.device).bfloat16().requires_grad_()
         queries = (torch.randn(number, heads, width // heads, device=setup.device) / 8).requires_grad_()
@@ -327,12 +333,13 @@ def chains(setup: Setup) -> list[Row]:
             torch.autograd.grad(out, [first, queries, weights], torch.ones_like(out))  # noqa: B023
 
         for part, function in (("forward", chain), ("forward + backward", both)):
-            rows.append({"name": f"chain of {number} sites", "shape": name, "pass": part, "us": setup.time(function)})
-    return rows
+            yield {"name": f"chain of {number} sites", "shape": name, "pass": part, "us": setup.time(function)}
 
 
-CORRECTNESS = {section.__name__: section for section in (budgets, batches, rectangles, large, repeats, sanitizer)}
-TIMES = {section.__name__: section for section in (sites, parts, chains)}
+CORRECTNESS = {
+    section.__name__: section for section in (budgets, widths, batches, rectangles, large, repeats, sanitizer)
+}
+TIMES = {section.__name__: section for section in (sites, chains, parts, others)}
 SECTIONS = CORRECTNESS | TIMES
 
 
@@ -346,36 +353,84 @@ def main(arguments: list[str] | None = None) -> int:
     if options.smoke:
         smoke(setup.device)
         return 0
+    if options.report:
+        return int(not report(SECTIONS[options.sections[0]], setup, options.report)["passed"])
     origin = clock.origin(setup.device)
     origin["commit"] = options.commit or origin["commit"]
-    results: dict[str, Any] = {"origin": origin, "sections": {}, "times": []}
-    failed = False
-    for name in options.sections:
-        if name in TIMES and failed:
-            print(f"{name}: left out, the kernels are not correct")
-            continue
-        start = time.perf_counter()
-        try:
-            rows = SECTIONS[name](setup)
-            report: Row = {"passed": True}
-        except Exception as error:
-            traceback.print_exc()
-            rows, report, failed = [], {"passed": False, "error": f"{type(error).__name__}: {error}"[:2000]}, True
-        results["sections"][name] = report | {"seconds": time.perf_counter() - start}
-        if name in TIMES:
-            results["times"] += [row | {"section": name} for row in rows]
-        else:
-            results["sections"][name]["found"] = rows
-        print(f"{name}: {'passed' if report['passed'] else 'FAILED'} in {time.perf_counter() - start:.1f} s")
-        for row in rows:
-            print(
-                "   ",
-                ", ".join(
-                    f"{key} {value:.4g}" if isinstance(value, float) else f"{value}" for key, value in row.items()
-                ),
-            )
+    results: dict[str, Any] = {"origin": origin, "sections": {}}
+
+    def done(name: str, found: Row) -> None:
+        results["sections"][name] = found
         clock.write(options.out, options.name, results)
-    return int(failed)
+        show(name, found)
+
+    checked = [name for name in options.sections if name in CORRECTNESS]
+    with ThreadPoolExecutor(1 if options.self_check else max(len(checked), 1)) as together:
+        futures = {together.submit(perform, name, setup, options): name for name in checked}
+        for future in as_completed(futures):
+            done(futures[future], future.result())
+    for name in [name for name in options.sections if name in TIMES]:
+        if all(results["sections"][other]["passed"] for other in checked):
+            done(name, perform(name, setup, options))
+        else:
+            done(name, {"passed": False, "rows": [], "error": "left out, the kernels are not correct"})
+    return int(not all(found["passed"] for found in results["sections"].values()))
+
+
+def perform(name: str, setup: Setup, options: argparse.Namespace) -> Row:
+    """A section's report; on a GPU from a process of its own, since one illegal access ends all work in a process."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "report.json"
+        if options.self_check:
+            return report(SECTIONS[name], setup, path)
+        command = [sys.executable, "-m", "perf.gpu", name, "--report", str(path), "--repeats", str(setup.repeats)]
+        return reported(command, path, SECTION_SECONDS)
+
+
+def report(section: Callable[[Setup], Iterator[Row]], setup: Setup, path: Path) -> Row:
+    """Run a section here; its report is written anew with every row: passed, rows, seconds and the error if any."""
+    start, found = time.perf_counter(), {"passed": False, "rows": [], "error": "not finished"}
+
+    def save() -> None:
+        found["seconds"] = time.perf_counter() - start
+        path.write_text(json.dumps(found))
+
+    save()
+    try:
+        for row in section(setup):
+            found["rows"].append(row)
+            save()
+        found |= {"passed": True, "error": None}
+    except Exception as error:
+        traceback.print_exc()
+        found["error"] = f"{type(error).__name__}: {error}"[:2000]
+    save()
+    return found
+
+
+def reported(command: list[str], path: Path, seconds: float) -> Row:
+    """The report that a command leaves at a path, whether it ends by itself, crashes or has to be ended."""
+    result = None
+    try:
+        result = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=seconds)
+        ending = f"ended with {result.returncode}"
+    except subprocess.TimeoutExpired:
+        ending = f"not done in {seconds:g} s"
+    found: Row = json.loads(path.read_text()) if path.exists() else {"passed": False, "rows": [], "error": None}
+    if not found["passed"]:
+        found["error"] = f"{found['error'] or 'no report'}; {ending}"
+        found["output"] = (result.stdout if result else "")[-4000:]
+    return found
+
+
+def show(name: str, found: Row) -> None:
+    """A section's report for people."""
+    print(f"{name}: {'passed' if found['passed'] else 'FAILED'} in {found.get('seconds', 0):.1f} s")
+    if not found["passed"]:
+        print("   ", found["error"], found.get("output", ""), sep="\n")
+    for row in found["rows"]:
+        values = (f"{key} {value:.4g}" if isinstance(value, float) else f"{value}" for key, value in row.items())
+        print("   ", ", ".join(values), flush=True)
 
 
 def parsed(arguments: list[str] | None) -> argparse.Namespace:
@@ -390,6 +445,7 @@ def parsed(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--dry-run", action="store_true", help="say what would run")
     parser.add_argument("--self-check", action="store_true", help="run at tiny sizes on the CPU")
     parser.add_argument("--smoke", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--report", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     unknown = set(options.sections) - set(SECTIONS)
     if unknown:

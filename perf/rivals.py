@@ -40,8 +40,8 @@ def installed(heads: int) -> dict[str, Site]:
     ):
         try:
             found[name] = build(importlib.import_module(module))
-        except ImportError:
-            continue
+        except Exception as error:  # absent, or not made for this Triton
+            print(f"{name} is left out: {type(error).__name__}: {error}")
     return found
 
 

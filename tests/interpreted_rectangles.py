@@ -34,7 +34,7 @@ def test_tile_then_site(dtype, heads, head_width, count, sites):
     ("dtype", "heads", "head_width", "count", "sites"), [*CASES[:5], (torch.float32, 2, 4, 1, RECTANGLE + 2)]
 )
 def test_pull(dtype, heads, head_width, count, sites):
-    checks.check_pull("cpu", 3, heads * head_width, heads, count, sites, dtype)
+    checks.check_pull("cpu", 4, heads * head_width, heads, count, sites, dtype)
 
 
 def test_gpu_script(tmp_path, monkeypatch):
@@ -44,9 +44,46 @@ def test_gpu_script(tmp_path, monkeypatch):
     results = json.loads((tmp_path / "tiny.json").read_text())
     assert set(results["sections"]) == set(gpu.SECTIONS)
     assert all(section["passed"] for section in results["sections"].values()), results["sections"]
-    assert all(row["us"] > 0 for row in results["times"])
+    assert all(row["us"] > 0 for name in gpu.TIMES for row in results["sections"][name]["rows"])
+    assert all(results["sections"][name]["rows"] for name in gpu.SECTIONS)
     assert {"device", "driver", "torch", "triton"} <= set(results["origin"])
     assert results["origin"]["commit"] == "abc"
+
+
+def test_a_failing_section_keeps_its_rows_and_the_other_sections(tmp_path, monkeypatch):
+    def failing(setup):
+        """Fails after a row."""
+        yield {"name": "before"}
+        raise ValueError("broken")
+
+    monkeypatch.setattr(sys, "argv", ["gpu"])
+    monkeypatch.setitem(gpu.SECTIONS, "batches", failing)
+    chosen = ["batches", "large", "sites"]
+    assert gpu.main([*chosen, "--self-check", "--out", str(tmp_path), "--name", "broken"]) == 1
+    sections = json.loads((tmp_path / "broken.json").read_text())["sections"]
+    assert [sections[name]["passed"] for name in chosen] == [False, True, False]
+    assert sections["batches"]["rows"] == [{"name": "before"}]
+    assert "broken" in sections["batches"]["error"]
+    assert "left out" in sections["sites"]["error"]
+
+
+@pytest.mark.parametrize(
+    ("ending", "error", "seconds"),
+    [
+        ("sys.exit(3)", "ended with 3", 60),
+        ("os.abort()", "ended with -6", 60),
+        ("time.sleep(60)", "not done in 2 s", 2),
+    ],
+)
+def test_a_section_that_crashes_or_hangs_leaves_its_rows(tmp_path, ending, error, seconds):
+    path = tmp_path / "report.json"
+    text = json.dumps({"passed": False, "rows": [{"name": "before"}], "error": "not finished"})
+    program = f"import os, sys, time; open({str(path)!r}, 'w').write({text!r}); print('said', flush=True); {ending}"
+    found = gpu.reported([sys.executable, "-c", program], path, seconds)
+    assert not found["passed"]
+    assert found["rows"] == [{"name": "before"}]
+    assert error in found["error"]
+    assert "no report" in gpu.reported([sys.executable, "-c", ""], tmp_path / "none.json", 60)["error"]
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

@@ -4,13 +4,15 @@ Needs no GPU. A figure that DESIGN.md claims and the compiler no longer gives fa
 """
 
 import re
+from dataclasses import replace
 
 import pytest
 import torch
 
 pytest.importorskip("triton", reason="the kernels are written in Triton")
 
-from mhar_compile.lowering.rules import RECTANGLE, site_rule
+from mhar_compile.lowering import launch as launching
+from mhar_compile.lowering.rules import LIVE, RECTANGLE, site_rule
 from perf.aot import Rectangle, Site, compiled
 
 SHAPES = {
@@ -98,6 +100,16 @@ def test_sixteen_warps_fit_a_multiprocessor():
     for launch in Rectangle(16384, 8).launches():
         threads = 32 * launch.options["num_warps"]
         assert threads * compiled(launch).registers <= 65536, launch.kernel.__name__
+
+
+def test_more_values_a_thread_than_the_rule_allows_spill(monkeypatch):
+    """d 2048 in one warp would need no barrier, but is 64 values a thread."""
+    rule = site_rule(8, 256, 2)
+    assert rule.warps > 1
+    assert LIVE < 64 * (2 + 2 / 2)
+    cut = replace(rule, heads=8, columns=32, warps=1, group=1, resident=8)
+    monkeypatch.setattr(launching, "site_rule", lambda *_: cut)
+    assert any(compiled(launch).stack for launch in kernels(Site(2048, 8, **DELTA)).values())
 
 
 @pytest.mark.parametrize("site", [SITES[0], SITES[1]])
