@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import logging
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +16,15 @@ from torch.fx.node import map_arg
 
 from . import planning
 from .model import Costs
+from .partition import Backward
 from .pinning import pin
 from .planning import Plan, Settings
 from .reading import Names, read
 from .report import Report
 from .rewriting import Rewrite
 from .versions import CustomGraphPass, combined, graph_passes, stable_topological_sort
+
+ATTEMPTS = 4  # plans that are carried out and measured before a graph is left alone
 
 log = logging.getLogger(__name__)
 
@@ -70,45 +74,79 @@ class JointPass(CustomGraphPass):
 
 def improve(graph: Graph, settings: Settings, report: Report) -> None:
     """Rewrite what can be rewritten; whatever goes wrong, the graph stays correct and the report says why."""
+    names = Names()
+    routes = graph.find_nodes(op="call_function", target=torch.ops.mhar.route.default)
     report.graphs += 1
+    report.sites += len(routes)
+    report.sources += len({source for node in routes for source in names.of_all(node.args[0])})
     report.pinned += pin(graph)
     backup = Backup(graph)
     try:
-        plans = plan_all(graph, settings, report)
-        for plan in plans:
-            mode = detect_fake_mode([node.meta.get("val") for node in graph.nodes])
-            assert mode is not None
-            Rewrite(graph, plan.family, mode).run()
-        if plans:
-            stable_topological_sort(graph)  # what reads a query's gradient moves behind the last pull
-            graph.lint()
+        choice = rewritten(graph, settings, backup)
     except Exception as error:  # the compile must go on
         log.warning("mhar_compile leaves a graph as it is: %s", error, exc_info=True)
         backup.restore(graph)
         report.left_alone.append(f"every site of the graph: {type(error).__name__}: {error}")
         return
-    for plan in plans:
+    report.left_alone += choice.left_alone
+    for family in choice.unchanged:
+        launches = [*planning.forward_before(family), *planning.backward_before(family)]
+        report.count(launches, launches)
+    for plan in choice.plans:
         report.add(plan)
 
 
-def plan_all(graph: Graph, settings: Settings, report: Report) -> list[Plan]:
-    """A plan for each family that is worth it; the others are reported."""
-    names = Names()
-    routes = graph.find_nodes(op="call_function", target=torch.ops.mhar.route.default)
-    report.sites += len(routes)
-    report.sources += len({source for node in routes for source in names.of_all(node.args[0])})
+@dataclass
+class Choice:
+    """What is done with a graph's families, and why some sites are left alone."""
+
+    plans: list[Plan]
+    unchanged: list[planning.Family]
+    left_alone: list[str]
+
+
+def rewritten(graph: Graph, settings: Settings, backup: Backup) -> Choice:
+    """Plan and carry out. A plan is an estimate: one whose backward then holds too much gives way to a tighter one."""
+    backward = Backward(graph)
+    most = aim = 1 + settings.slack
+    for _ in range(ATTEMPTS):
+        choice = plan_all(graph, settings, backward, aim)
+        carry_out(graph, choice.plans)
+        if settings.rewrite == "always" or not any(plan.family.order for plan in choice.plans):
+            return choice
+        rise = Backward(graph).peak / (most * backward.peak)
+        if rise <= 1:
+            return choice
+        aim = max(plan.held for plan in choice.plans) / backward.peak / rise
+        log.info("the plan's backward holds %.3f of what it may", rise)
+        backup.restore(graph)
+    return plan_all(graph, settings, backward, 0)
+
+
+def carry_out(graph: Graph, plans: list[Plan]) -> None:
+    for plan in plans:
+        mode = detect_fake_mode([node.meta.get("val") for node in graph.nodes])
+        assert mode is not None
+        Rewrite(graph, plan.family, mode).run()
+    if plans:
+        stable_topological_sort(graph)  # what reads a query's gradient moves behind the last pull
+        graph.lint()
+
+
+def plan_all(graph: Graph, settings: Settings, backward: Backward, aim: float) -> Choice:
+    """A plan for each family that is worth it."""
     reading = read(graph)
-    report.left_alone += reading.left_alone
-    plans = []
-    for family in planning.families(graph, reading.sites):
-        found = planning.plan(family, settings, Costs()) if (why := refusal(family, settings)) is None else why
+    choice = Choice([], [], list(reading.left_alone))
+    for family in planning.families(reading.sites):
+        found: Plan | str | None = refusal(family, settings)
+        if found is None:
+            found = planning.plan(family, settings, Costs(), backward, aim)
         if isinstance(found, Plan):
-            plans.append(found)
-            continue
-        report.left_alone += [f"{site.node.name}: {found}" for site in family.sites]
-        launches = [*planning.forward_before(family), *planning.backward_before(family)]
-        report.count(launches, launches)
-    return plans
+            choice.plans.append(found)
+        else:
+            choice.unchanged.append(family)
+            choice.left_alone += [f"{site.node.name}: {found}" for site in family.sites]
+    return choice
 
 
 def refusal(family: planning.Family, settings: Settings) -> str | None:
@@ -139,4 +177,6 @@ class Backup:
             graph.erase_node(node)
         with graph.inserting_before(output):
             graph.graph_copy(self.copy, inputs)
+        for copy, node in inputs.items():
+            node.name = copy.name  # the names of erased nodes are taken
         output.args = (map_arg(self.result, inputs.__getitem__),)

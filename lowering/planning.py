@@ -10,14 +10,17 @@ from itertools import product
 from typing import Literal
 
 import torch
-from torch.fx import Graph, Node
+from torch.fx import Node
 
 from . import model
-from .liveness import Buffer, held_beside, sizes
+from .liveness import Buffer, sizes
 from .model import Costs, Launch, Shape, Timeline
+from .partition import Backward
+from .pinning import region
 from .reading import Site, is_sum, only_user, sum_of
 from .versions import is_recomputed, size_of, symbol
 
+PEAK_WOULD_RISE = "the backward's peak memory would rise"
 GAP = 2  # unread rows that a run of scored sites may hold, for each row that is read
 
 
@@ -97,7 +100,6 @@ class Family:
     sums: list[Sum]
     order: list[int]  # the sites that have a backward, as their gradients arrive
     shape: Shape
-    beside: list[int]  # bytes that the rest of the graph holds before the sites of ``order``, at each and after each
     tiles: list[Tile] = field(default_factory=list)
     pulls: list[Pull] = field(default_factory=list)
     from_output: set[int] = field(default_factory=set)  # sites whose S is formed from the output
@@ -127,11 +129,20 @@ class Plan:
     family: Family
     before: list[Launch]
     after: list[Launch]
-    peak_before: int
+    peak_before: int  # bytes of the sites' tensors
     peak_after: int
+    held: int  # bytes at the peak of the whole backward
 
 
-def families(graph: Graph, sites: list[Site]) -> list[Family]:
+@dataclass(frozen=True)
+class Room:
+    """What a backward holds beside the sites' tensors, before the sites of ``order``, at each and after each."""
+
+    beside: list[int]
+    limit: float  # bytes at the peak of the whole backward
+
+
+def families(sites: list[Site]) -> list[Family]:
     """The sites by family."""
     found: dict[tuple[object, ...], list[Site]] = {}
     for site in sites:
@@ -139,10 +150,10 @@ def families(graph: Graph, sites: list[Site]) -> list[Family]:
         width = size_of(value.shape[-1])
         key = (site.heads, width, value.dtype, value.device, eps if isinstance(eps, Node) else float(eps))
         found.setdefault(key, []).append(site)
-    return [family(graph, members) for members in found.values()]
+    return [family(members) for members in found.values()]
 
 
-def family(graph: Graph, sites: list[Site]) -> Family:
+def family(sites: list[Site]) -> Family:
     readers: dict[Node, list[int]] = {}
     for number, site in enumerate(sites):
         for source in site.sources:
@@ -159,15 +170,13 @@ def family(graph: Graph, sites: list[Site]) -> Family:
         token=tokens * wide,
         query=width * wide,
     )
-    result = Family(sites, runs, [], order, shape, [])
+    result = Family(sites, runs, [], order, shape)
     result.sums = sums_of(result)
-    arrivals = [node for n in order if (node := sites[n].backward) is not None]
-    result.beside = held_beside(graph, arrivals, tensors_of(result)) if order else [0]
     return result
 
 
 def tensors_of(family: Family) -> set[Buffer]:
-    """The tensors that the timelines count."""
+    """The tensors that the timelines count: finished gradients are the rest of the graph's."""
     found: set[Buffer] = set()
     for site in family.sites:
         found |= {(site.node, (n,)) for n in range(1, 4)}
@@ -176,10 +185,12 @@ def tensors_of(family: Family) -> set[Buffer]:
                 found |= {(node, path) for path, _ in sizes(node.meta["val"])}
     for total in family.sums:
         for _, grad in total.entries:
-            node = None if grad is None else only_user(sum_of(grad)[1])
-            while node is not None and is_sum(node):
-                found.add((node, ()))
-                node = only_user(node)
+            if grad is not None:
+                end, entry = sum_of(grad)
+                node = only_user(entry)
+                while node is not None and node is not end:
+                    found.add((node, ()))
+                    node = only_user(node)
     return found
 
 
@@ -222,29 +233,44 @@ def end_of(grad: Node) -> Node:
     return end if user is not None and is_sum(user) else grad
 
 
-def plan(family: Family, settings: Settings, costs: Costs) -> Plan | str:
-    """The cheapest plan whose backward holds no more than the graph as it stands, or why there is none."""
+def plan(family: Family, settings: Settings, costs: Costs, backward: Backward, aim: float) -> Plan | str:
+    """The cheapest plan that is to hold at most ``aim`` times the backward's peak, or why there is none."""
     before = [*forward_before(family), *backward_before(family)]
-    held = timeline_before(family)
-    limit = max(a + b for a, b in zip(held, family.beside, strict=True)) * (1 + settings.slack)
-    choices = list(candidates(family, settings, limit))
-    if not choices and settings.rewrite == "always":
-        choices = list(candidates(family, settings, math.inf))
+    always = settings.rewrite == "always"
+    room = Room([0] * (2 * len(family.order) + 1), math.inf)
+    if not always:
+        found = cheapest(family, settings, costs, before, room)
+        if found is None or model.time(found.after, costs) >= model.time(before, costs):
+            return "the model predicts no gain"
+    if family.order:
+        arrivals = [node for n in family.order if (node := family.sites[n].backward) is not None]
+        room = Room(backward.beside(arrivals, tensors_of(family)), backward.peak * aim)
+    found = cheapest(family, settings, costs, before, room)
+    if found is None and always:
+        found = cheapest(family, settings, costs, before, replace(room, limit=math.inf))
+    if found is None:
+        return PEAK_WOULD_RISE
+    if not always and model.time(found.after, costs) >= model.time(before, costs):
+        return "the model predicts no gain"
+    return found
+
+
+def cheapest(family: Family, settings: Settings, costs: Costs, before: list[Launch], room: Room) -> Plan | None:
+    """The cheapest plan that fits."""
+    held = max(timeline_before(family))
     best: tuple[float, Plan] | None = None
-    for candidate, alive in choices:
+    for candidate in candidates(family, settings, room):
         after = [*forward_after(candidate), *backward_after(candidate)]
         cost = model.time(after, costs)
         if best is None or cost < best[0]:
-            best = cost, Plan(candidate, before, after, max(held), max(alive))
-    if best is None:
-        return "the backward's peak memory would rise"
-    if settings.rewrite != "always" and best[0] >= model.time(before, costs):
-        return "the model predicts no gain"
-    return best[1]
+            alive = timeline_after(candidate)
+            total = max(a + b for a, b in zip(alive, room.beside, strict=True))
+            best = cost, Plan(candidate, before, after, held, max(alive), total)
+    return None if best is None else best[1]
 
 
-def candidates(family: Family, settings: Settings, limit: float) -> Iterator[tuple[Family, list[int]]]:
-    """Plans that hold no more than the limit, and what they hold."""
+def candidates(family: Family, settings: Settings, room: Room) -> Iterator[Family]:
+    """Plans that fit."""
     from_output = {n for n in family.order if has_saved_output(family.sites[n])}
     recomputed = any(not family.saves(n) for n in family.order)
     tiles = [settings.tile] if settings.tile else [8, 1]
@@ -252,24 +278,25 @@ def candidates(family: Family, settings: Settings, limit: float) -> Iterator[tup
         tiles, [from_output, set()][not from_output :], [False, True][: 1 + recomputed]
     ):
         choice = replace(family, tiles=list(tiles_of(family, tile)), from_output=outputs, rescored=rescored)
-        found = windowed(choice, settings.window, tile, limit)
+        found = windowed(choice, settings.window, tile, room)
         if found is not None:
             yield found
 
 
-def windowed(family: Family, window: int | None, tile: int, limit: float) -> tuple[Family, list[int]] | None:
-    """The plan with as few windows as fit: a window ends before the first site at which it would hold too much."""
+def windowed(family: Family, window: int | None, tile: int, room: Room) -> Family | None:
+    """The plan with as few windows as fit: one ends before, or with, the first site at which too much would be held."""
     starts = list(range(0, len(family.order), window)) if window else [0]
     while True:
         family = replace(family, pulls=pulls_of(family, starts, tile))
-        alive = timeline_after(family)
-        over = next((n for n, (a, b) in enumerate(zip(alive, family.beside, strict=True)) if a + b > limit), None)
+        held = [a + b for a, b in zip(timeline_after(family), room.beside, strict=True)]
+        over = next((n for n, size in enumerate(held) if size > room.limit), None)
         if over is None:
-            return family, alive
+            return family
         place = (over - 1) // 2  # of the site at which, or after which, too much is held
-        if window or place in starts or over == 0:
+        ends = [end for end in (place, place + 1) if end not in starts and end < len(family.order)]
+        if window or over == 0 or not ends:
             return None
-        starts.append(place)
+        starts.append(ends[0])
 
 
 def has_saved_output(site: Site) -> bool:
@@ -411,7 +438,7 @@ def timeline_before(family: Family) -> list[int]:
     for total in family.sums:
         if total.entries[0][1] is not None and len(total.entries) > 1:
             line.alive(arrived[total.sites[0]], arrived[total.sites[-1]], shape.row)
-    keep_sources(line, shape, [(total.run, arrived[total.sites[-1]]) for total in family.sums])
+    keep_sources(line, family, arrived, [(total.run, arrived[total.sites[-1]]) for total in family.sums])
     return line.peaks()
 
 
@@ -445,7 +472,7 @@ def timeline_after(family: Family) -> list[int]:
     first = min(arrived.values(), default=0)  # by then every recomputed site needs logits of all its sources
     for run, end in run_ends.items():
         line.alive(0 if family.saves_logits(run) else first, end, run.count * shape.head_row + shape.token)
-    keep_sources(line, shape, list(run_ends.items()))
+    keep_sources(line, family, arrived, list(run_ends.items()))
     return line.peaks()
 
 
@@ -458,11 +485,17 @@ def kept_bytes(family: Family, number: int) -> int:
 
 def held_from(family: Family, number: int, arrived: dict[int, int]) -> int:
     """The launch after which a site's results are there: recomputed ones once the backward reaches their region."""
-    if family.saves(number):
-        return 0
-    mine = family.sites[number].node.meta.get("ac_graph_id")
-    later = [at for other, at in arrived.items() if family.sites[other].node.meta.get("ac_graph_id") != mine]
-    return max(later, default=0)
+    return 0 if family.saves(number) else region_start(family, region(family.sites[number].node), arrived)
+
+
+def region_start(family: Family, mine: object, arrived: dict[int, int]) -> int:
+    """The last launch, of those so far, before a checkpointed region is reached."""
+    start = 0
+    for other, at in arrived.items():
+        if region(family.sites[other].node) == mine:
+            break
+        start = at
+    return start
 
 
 def gradient_bytes(shape: Shape, pull: Pull, total: Sum) -> int:
@@ -470,10 +503,11 @@ def gradient_bytes(shape: Shape, pull: Pull, total: Sum) -> int:
     return shape.wide_row if pull.wide[pull.sums.index(total)] else shape.row
 
 
-def keep_sources(line: Timeline, shape: Shape, ends: list[tuple[Run, int]]) -> None:
-    """Sources stand until they are read last."""
+def keep_sources(line: Timeline, family: Family, arrived: dict[int, int], ends: list[tuple[Run, int]]) -> None:
+    """Sources stand until they are read last; recomputed ones from when the backward reaches their region."""
     last: dict[Node, int] = {}
     for run, end in ends:
         last[run.source] = max(end, last.get(run.source, 0))
-    for end in last.values():
-        line.alive(0, end, shape.row)
+    for source, end in last.items():
+        start = region_start(family, region(source), arrived) if is_recomputed(source) else 0
+        line.alive(start, end, family.shape.row)

@@ -11,6 +11,7 @@ from torch._functorch._aot_autograd.utils import make_boxed_func
 from torch.fx import Graph, GraphModule
 
 from .liveness import peak_bytes
+from .partition import copied, split
 from .passes import JointPass
 from .report import Report, summed
 
@@ -43,14 +44,13 @@ def trace(
 def tracer(found: Trace, joint: JointPass) -> Callable[..., Any]:
     """A backend that runs the passes, with Inductor's partitioner behind them, and then the graphs node by node."""
     from torch._dynamo.backends.common import aot_autograd
-    from torch._functorch.partitioners import min_cut_rematerialization_partition
     from torch._inductor.decomposition import select_decomp_table
 
-    def split(module: GraphModule, joint_inputs: Sequence[Any], **options: Any) -> tuple[GraphModule, GraphModule]:
+    def partition(module: GraphModule, joint_inputs: Sequence[Any], **options: Any) -> tuple[GraphModule, GraphModule]:
         seen = len(found.reports)
-        plain = min_cut_rematerialization_partition(copied(module), joint_inputs, compiler="inductor", **options)
+        plain = split(copied(module, module.graph), joint_inputs, **options)
         joint(module.graph)
-        parts = min_cut_rematerialization_partition(module, joint_inputs, compiler="inductor", **options)
+        parts = split(module, joint_inputs, **options)
         found.before.append((plain[0].graph, plain[1].graph))
         found.after.append((parts[0].graph, parts[1].graph))
         for report in found.reports[seen:]:
@@ -70,7 +70,7 @@ def tracer(found: Trace, joint: JointPass) -> Callable[..., Any]:
         fw_compiler=keep,
         bw_compiler=keep,
         inference_compiler=infer,
-        partition_fn=split,
+        partition_fn=partition,
         decompositions=select_decomp_table,
         keep_inference_input_mutations=True,
     )
@@ -81,11 +81,3 @@ def boxed(module: GraphModule) -> Callable[..., Any]:
     """A graph as a function of a list of arguments, which is how AOTAutograd calls it."""
     function: Callable[..., Any] = make_boxed_func(module.forward)
     return function
-
-
-def copied(module: GraphModule) -> GraphModule:
-    """A module with a copy of the graph: a deep copy would copy fake tensors too."""
-    graph = Graph()
-    result = graph.graph_copy(module.graph, {})
-    graph.output(result).meta.update(next(iter(reversed(module.graph.nodes))).meta)
-    return GraphModule(module, graph)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 import os
 import subprocess
 import sys
@@ -17,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 import mhar_compile
 from mhar_compile import Decoder, DecoderConfig, route
 from mhar_compile.compiler import joint_pass
+from mhar_compile.lowering import planning
 from mhar_compile.lowering.report import Report
 from mhar_compile.lowering.tracing import Trace, trace, tracer
 from mhar_compile.ops import figure3
@@ -69,16 +71,36 @@ def peaks(residual: str, layers: int, dtype: torch.dtype, checkpointed: bool) ->
     return mhar_compile.explain(model, torch.randint(64, (1, 1024)))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("checkpointed", [False, True])
-@pytest.mark.parametrize("residual", TOPOLOGIES)
-def test_the_backward_never_holds_more(residual: str, checkpointed: bool, dtype: torch.dtype) -> None:
-    report = peaks(residual, 4, dtype, checkpointed)
+@pytest.mark.parametrize(
+    ("residual", "layers", "dtype", "checkpointed"),
+    [
+        ("mhar", 4, torch.float32, True),
+        ("mhar", 8, torch.bfloat16, False),
+        ("block", 8, torch.float32, False),
+        ("block", 8, torch.bfloat16, True),
+        ("delta", 8, torch.float32, True),
+        ("delta", 8, torch.bfloat16, False),
+        ("block", 16, torch.float32, True),  # an estimate that is one row out passes the limit here
+    ],
+    ids=str,
+)
+def test_the_backward_never_holds_more(residual: str, layers: int, dtype: torch.dtype, checkpointed: bool) -> None:
+    report = peaks(residual, layers, dtype, checkpointed)
     assert report.peak_after <= report.peak_before
-    assert bool(report.pulled) == (residual != "delta")  # eight sites over few sources gain nothing
+    if layers <= 8:
+        assert report.pulled >= 2 * layers - 1
     if residual == "mhar" and checkpointed:
         assert report.pinned == 6
         assert report.peak_after < report.peak_before / 2
+
+
+def test_a_plan_that_holds_too_much_gives_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the model takes every tensor of the sites for nothing, measuring the backward still keeps the promise."""
+    monkeypatch.setattr(planning, "timeline_after", lambda family: [0] * (2 * len(family.order) + 1))
+    report = peaks("block", 8, torch.bfloat16, True)
+    assert report.peak_after <= report.peak_before
+    assert not report.pulled
+    assert report.left_alone[0].endswith(planning.PEAK_WOULD_RISE)
 
 
 @pytest.mark.long
@@ -111,18 +133,38 @@ def chain_gradients(function: Any, chain: numerics.Chain) -> dict[str, Tensor]:
     return dict(enumerate(torch.autograd.grad(out, leaves, chain.grad_out)))  # type: ignore[arg-type]
 
 
-def test_bf16_gradients_are_closer_to_the_truth_than_figure_3() -> None:
-    chain, found = numerics.chain("alike", 0), Trace()
+def exact_site() -> Any:
+    """Exact routing: float64 from sources to output, and back to one gradient a source, each rounded once."""
+    wide: dict[Tensor, Tensor] = {}
+
+    def site(sources: list[Tensor], query: Tensor, key_weight: Tensor) -> Tensor:
+        wide.update((x, x.double()) for x in sources if x not in wide)
+        return numerics.plain([wide[x] for x in sources], query.double(), key_weight.double()).to(query.dtype)
+
+    return site
+
+
+@pytest.mark.parametrize("kind", ["alike", "unlike"])
+def test_bf16_gradients_are_closer_to_the_truth_than_figure_3(kind: str) -> None:
+    """At most 0.4 of Figure 3's error: of all of it where sources are alike, as in a deep network; else of what exact
+    routing between the same bfloat16 sublayers would not have too, errors adding up in the square."""
+    chain, found = numerics.chain(kind, 0), Trace()
     torch._dynamo.reset()
     backend = tracer(found, joint_pass(reports=found.reports.append, rewrite="always"))
-    truth, theirs = (
+    truth, theirs, exact = (
         chain_gradients(functools.partial(last_output, site), case)
-        for site, case in ((numerics.plain, chain.to(torch.float64)), (figure3, chain))
+        for site, case in (
+            (numerics.plain, chain.to(torch.float64)),
+            (figure3, chain),
+            (exact_site(), chain),
+        )
     )
     mine = chain_gradients(torch.compile(functools.partial(last_output, numerics.ours), backend=backend), chain)
     assert found.report.pulled == numerics.SITES
     assert not found.report.left_alone
-    assert numerics.error_ratio(mine, theirs, truth) <= 0.4
+    ratio, least = (numerics.error_ratio(gradients, theirs, truth) for gradients in (mine, exact))
+    beyond = math.sqrt(max(ratio**2 - least**2, 0) / (1 - least**2))
+    assert (ratio if kind == "alike" else beyond) <= 0.4
 
 
 def test_windows_bound_what_is_alive() -> None:
