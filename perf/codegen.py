@@ -23,7 +23,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._pytree import tree_map
 
 from mhar_compile.compiler import HOOK, LOWERING, inductor_options
-from mhar_compile.lowering.tracing import boxed, copied
+from mhar_compile.lowering.partition import copied
+from mhar_compile.lowering.tracing import boxed
 
 H200 = SimpleNamespace(
     name="NVIDIA H200", type="cuda", major=9, minor=0, multi_processor_count=132, total_memory=141 << 30, warp_size=32,
@@ -174,7 +175,7 @@ def generated(kind: str, moved: GraphModule, options: dict[str, Any]) -> Module:
 
 def on_cuda(module: GraphModule) -> GraphModule:
     """A copy of a graph on the meta device whose tensors are said to be on CUDA."""
-    moved = copied(module)
+    moved = copied(module, module.graph)
     for node in moved.graph.nodes:
         mode = detect_fake_mode([node.meta.get("val")])
 
