@@ -140,4 +140,4 @@ def own_compiled(function: Any, n: int, options: dict[str, Any]) -> Callable[...
 
 def replace_forward(module: nn.Module, forward: Callable[..., Any]) -> None:
     """Give a module a forward of its own: a method, since a deep copy binds it anew and pickle finds the class's."""
-    module.forward = MethodType(forward, module)  # type: ignore[method-assign]
+    module.forward = MethodType(forward, module)
