@@ -25,8 +25,8 @@ def compile_blocks(model: Model, *, group: int = 1, **compile_options: Any) -> M
 
     Nothing is compiled until a block is called. State-dict keys stay as they are; a deep copy is compiled too, an
     unpickled model is not. Every block, or group, has a cache and a recompile limit of its own in Dynamo, so as many
-    blocks compile as there are, although each sees another number of sources. Train and eval, with gradients and
-    without, and every new rank or dtype take an entry in it.
+    blocks compile as there are, although each sees another number of sources. With gradients and without, and train
+    and eval where a module tells them apart, take an entry each.
 
     With activation checkpointing and FSDP2 the order is: ``checkpoint_wrapper`` around each block, then
     ``compile_blocks``, then ``fully_shard`` on each block and on the model. FSDP2 gathers a block at a time, so it
@@ -79,6 +79,8 @@ def blocks_of(model: object) -> list[nn.Module]:
         )
     if not len(blocks):
         raise ValueError("compile_blocks: there are no blocks; expected at least one")
+    if isinstance(blocks, Blocks) and "forward" in vars(blocks):
+        raise ValueError("compile_blocks: these blocks were compiled before; call compile_blocks once")
     for n, block in enumerate(blocks):
         if "forward" in vars(block) or not isinstance(type(block).forward, FunctionType):
             raise ValueError(
@@ -96,8 +98,6 @@ def container_of(model: object) -> Blocks:
             f"compile_blocks: group > 1 needs a model that calls its `blocks`, an mhar_compile.Blocks, got "
             f"{type(container).__name__}; use group=1, or build the model's blocks as Blocks"
         )
-    if "forward" in vars(container):
-        raise ValueError("compile_blocks: these blocks were compiled before; call compile_blocks once")
     return container
 
 
