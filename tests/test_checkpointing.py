@@ -83,7 +83,7 @@ def test_the_policy_saves_products_and_attention(small_decoder, step):
 @pytest.mark.parametrize(
     ("kind", "rewrite"), [("sublayers", "never"), ("nested", "always"), ("whole", "always"), ("selective", "never")]
 )
-def test_compiled(small_decoder, step, same, kind, rewrite):
+def test_compiled_checkpointing_computes_sites_again(small_decoder, step, same, kind, rewrite):
     """One graph; its backward computes every checkpointed site again, by whole routes or, with the passes, by mixes."""
     found, model = Trace(), checkpointed(small_decoder(), kind)
     backend = tracer(found, joint_pass(reports=found.reports.append, rewrite=rewrite))
