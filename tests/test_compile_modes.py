@@ -87,6 +87,8 @@ def test_frozen_parameters(small_decoder, step, same, frozen):
             parameter.requires_grad_(frozen not in name)
     compiled = torch.compile(models[0], backend="aot_eager", fullgraph=True)
     same(step(models[0], TOKENS, compiled), step(models[1], TOKENS))
+    if torch.__version__ < (2, 13):  # which compiles nothing anew where a parameter is thawed, of any module
+        torch._dynamo.reset()
     models[0].requires_grad_(True)  # thawed: the same compiled model, with the gradients that were missing
     assert len(step(models[0], TOKENS, compiled)) > len(step(models[1], TOKENS))
 
