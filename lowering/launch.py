@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from math import prod
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from .rows import padded, row_arguments, rows_of
 from .rules import RECTANGLE, SiteRule, SumRule, ceil_div, site_rule
 from .site import site_backward, site_coupling, site_forward, site_sums
 
@@ -106,17 +106,18 @@ def forward_launches(
     width = heads * head_width
     tokens = prod(out.shape[:-1])
     rule = site_rule(heads, head_width, out.element_size())
-    rows, extra = rows_of(sources, null_source, residual)
+    placed, inner = rows_of(with_null(sources, null_source, out) + ([] if residual is None else [residual]))
+    extra = None if residual is None else placed.pop()
     carry = [logits] * 3  # read and written by nobody where one launch is enough
-    if len(rows) > RECTANGLE:
+    if len(placed) > RECTANGLE:
         carry = [lse.new_empty(shape) for shape in ((tokens, heads), (tokens, heads), (tokens, width))]
-    for first in range(0, len(rows), RECTANGLE):
-        arguments = row_arguments(rows[first : first + RECTANGLE]) | dict(
+    for first in range(0, len(placed), RECTANGLE):
+        arguments = row_arguments(placed[first : first + RECTANGLE], inner) | dict(
             query=query.contiguous(),
             key_weight=None if key_weight is None else key_weight.contiguous(),
-            residual=extra,
-            residual_stride=None if extra is None else extra.stride(1),
-            residual_jump=None if extra is None else jump_of(extra),
+            residual=None if extra is None else extra.tensor,
+            residual_stride=None if extra is None else extra.stride,
+            residual_jump=None if extra is None else extra.jump,
             gate=gate,
             logits=below(logits, first),
             rstd=below(rstd, first),
@@ -126,7 +127,7 @@ def forward_launches(
             carry_sum=carry[1],
             carry_mix=carry[2],
             carried=int(first > 0),
-            last=int(first + RECTANGLE >= len(rows)),
+            last=int(first + RECTANGLE >= len(placed)),
             tokens=tokens,
             eps=eps,
         )
@@ -155,8 +156,7 @@ def backward_launches(
     width = heads * head_width
     tokens = prod(grad_out.shape[:-1])
     rule = site_rule(heads, head_width, grad_out.element_size())
-    rows, dout = rows_of(sources, null_source, grad_out)
-    assert dout is not None
+    (dout, *rows), inner = rows_of([grad_out, *with_null(sources, null_source, grad_out)])
     programs = torch.sym_min(rule.programs, ceil_div(tokens, rule.tokens))
     nulls = int(null_source is not None)
     targets = [*grads[:1], grad_out.new_empty(width)][:1] * nulls + grads  # the null source's slot is never written
@@ -168,10 +168,10 @@ def backward_launches(
     constants = site_constants(heads, head_width, grad_out)
 
     def shared(first: int) -> dict[str, Any]:
-        return row_arguments(rows[first : first + RECTANGLE]) | dict(
-            grad_out=dout,
-            grad_stride=dout.stride(1),
-            grad_jump=jump_of(dout),
+        return row_arguments(rows[first : first + RECTANGLE], inner) | dict(
+            grad_out=dout.tensor,
+            grad_stride=dout.stride,
+            grad_jump=dout.jump,
             logits=below(logits, first),
             lse=lse,
             dots=below(dots, first),
@@ -239,67 +239,11 @@ def site_options(rule: SiteRule) -> dict[str, int]:
     return {"num_warps": rule.warps, "num_stages": 1, "maxnreg": rule.registers}
 
 
-def rows_of(
-    sources: Sequence[Tensor], null_source: Tensor | None, other: Tensor | None
-) -> tuple[list[Tensor], Tensor | None]:
-    """The sources [..., d], the null source first, and one more tensor like them, all as [outer, inner, d].
-
-    Token t is [t // inner, t % inner]. The shape is the same for all, such that the fewest are copied; outer is 1 where
-    one stride leads from token to token in every tensor. The null source has their dtype and stride 0.
-    """
-    tensors = [*sources] if other is None else [*sources, other]
-    tensors = [x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous() for x in tensors]
-    shape = common_shape(tensors)
-    rows = [x.reshape(shape) for x in tensors]
-    last = None if other is None else rows.pop()
-    if null_source is not None:
-        rows.insert(0, null_source.to(tensors[0].dtype).contiguous().expand(shape))
-    return rows, last
-
-
-def common_shape(tensors: Sequence[Tensor]) -> tuple[int, int, int]:
-    """[outer, inner, d] in which the most of these tensors [..., d] can be viewed; outer is 1 where all can be."""
-    *leading, width = tensors[0].shape
-    strided = [x for x in tensors if not x.is_contiguous()]  # the others fit any shape
-
-    def fits(x: Tensor, n: int) -> bool:
-        return evenly(leading[:n], x.stride()[:n]) and evenly(leading[n:], x.stride()[n:-1])
-
-    splits = range(max(len(leading), 1))
-    whole = [n for n in splits if all(fits(x, n) for x in strided)]
-    n = whole[0] if whole else max(splits, key=lambda n: sum(fits(x, n) for x in strided))
-    return prod(leading[:n]), prod(leading[n:]), width
-
-
-def evenly(sizes: Sequence[int], strides: Sequence[int]) -> bool:
-    """Whether one stride leads through all elements of dimensions of these sizes and strides."""
-    steps = [(size, stride) for size, stride in zip(sizes, strides, strict=True) if size > 1]
-    return all(outer == size * inner for (_, outer), (size, inner) in pairwise(steps))
-
-
-def row_arguments(rows: list[Tensor]) -> dict[str, Any]:
-    """What the kernels read up to RECTANGLE rows [outer, inner, d] by."""
-    uneven = rows[0].shape[0] > 1
-    return dict(
-        sources=padded(rows),
-        strides=padded([row.stride(1) for row in rows]),
-        jumps=padded([jump_of(row) for row in rows]) if uneven else None,
-        inner=rows[0].shape[1] if uneven else None,
-        count=len(rows),
-    )
-
-
-def jump_of(row: Tensor) -> int | None:
-    """What is added to a token's offset for every `inner` tokens before it; None where its stride is all there is."""
-    outer, inner, _ = row.shape
-    return None if outer == 1 else row.stride(0) - inner * row.stride(1)
+def with_null(sources: Sequence[Tensor], null_source: Tensor | None, like: Tensor) -> list[Tensor]:
+    """The sources, the null source [d] first, in their dtype."""
+    return [*sources] if null_source is None else [null_source.to(like.dtype), *sources]
 
 
 def below(x: Tensor, first: int) -> Tensor:
     """x from row ``first`` on."""
     return x.narrow(0, first, x.shape[0] - first) if first else x
-
-
-def padded(values: list[Any]) -> tuple[Any, ...]:
-    """RECTANGLE entries; the last one fills the slots that `count` masks."""
-    return (*values, *values[-1:] * (RECTANGLE - len(values)))

@@ -13,21 +13,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .launch import (
-    Launch,
-    Run,
-    jump_of,
-    padded,
-    row_arguments,
-    rows_of,
-    site_constants,
-    sums_launch,
-)
+from .launch import Launch, Run, site_constants, sums_launch
 from .pulls import coupling as coupling_kernel
 from .pulls import pull as pull_kernel
 from .pulls import query_gradient
 from .rectangles import mix as mix_kernel
 from .rectangles import score as score_kernel
+from .rows import padded, row_arguments, rows_of
 from .rules import RECTANGLE, BlockRule, block_rule, ceil_div, mix_rule, pull_sources, site_rule
 
 State = tuple[Tensor, Tensor | None, Tensor]  # (max, sum or 1, mixture), float32 [sites, T, H] twice and [sites, T, d]
@@ -74,10 +66,11 @@ def mix(
     residue = like.new_empty(like.shape if keep else (0,), dtype=torch.int8)
     known = [row_at(row, site - first, lse) for row, first in zip(logits, firsts, strict=True)]
     before = None if carried is None or carried_lse is None else (carried_lse, None, carried)
-    rows = [source.expand(like.shape) for source in sources]
     kept = residue if keep else None
     tokens = prod(like.shape[:-1])
-    for launch in mix_launches(rows, known, 1, before, residual, gate, out=out, lse=lse, residue=kept, tokens=tokens):
+    for launch in mix_launches(
+        sources, known, 1, before, residual, gate, out=out, lse=lse, residue=kept, tokens=tokens
+    ):
         run(launch)
     return out, lse, residue
 
@@ -114,16 +107,15 @@ def coupling_from_sources(
     """S = gate * <grad_out, mixture> a head, [..., H], and the gradient of the gate [1] (empty where absent)."""
     (heads, width), tokens = sizes(lse.shape[-1], grad_out), prod(lse.shape[:-1])
     total, mass = torch.empty_like(lse), torch.empty_like(lse)
-    rows, dout = rows_of([source.expand(grad_out.shape) for source in sources], None, grad_out)
-    assert dout is not None
+    (dout, *rows), inner = rows_of([grad_out, *sources])
     known = [row_at(row, site - first, lse) for row, first in zip(logits, firsts, strict=True)]
     rule = site_rule(heads, width // heads, grad_out.element_size())
     constants = site_constants(heads, width // heads, grad_out)
     for first in range(0, len(rows), RECTANGLE):
-        arguments = row_arguments(rows[first : first + RECTANGLE]) | dict(
-            grad_out=dout,
-            grad_stride=dout.stride(1),
-            grad_jump=jump_of(dout),
+        arguments = row_arguments(rows[first : first + RECTANGLE], inner) | dict(
+            grad_out=dout.tensor,
+            grad_stride=dout.stride,
+            grad_jump=dout.jump,
             logits=padded(known[first : first + RECTANGLE]),
             lse=lse,
             coupled=total,
@@ -283,9 +275,10 @@ def mix_launches(
     before is what other sources left, absent where these are all.
     """
     heads, width = sizes(lse.shape[-1], out)
-    rows, extra = rows_of(sources or [out], None, residual)
-    rule = site_rule(heads, width // heads, rows[0].element_size())
-    constants = site_constants(heads, width // heads, rows[0]) | {
+    rows, inner = rows_of([*(sources or [out]), *([] if residual is None else [residual])])
+    extra = None if residual is None else rows.pop()
+    rule = site_rule(heads, width // heads, rows[0].tensor.element_size())
+    constants = site_constants(heads, width // heads, rows[0].tensor) | {
         "GROUP": mix_rule(sites).group,
         "SITES": sites,
     }
@@ -296,12 +289,12 @@ def mix_launches(
         last = first + RECTANGLE >= len(rows)
         written = unused if last else state_like(lse, sites, tokens, width)
         carry = read or unused
-        arguments = row_arguments(rows[first : first + RECTANGLE]) | dict(
+        arguments = row_arguments(rows[first : first + RECTANGLE], inner) | dict(
             count=len(sources[first : first + RECTANGLE]),
             logits=padded(list(logits[first : first + RECTANGLE]) or [lse]),
-            residual=extra,
-            residual_stride=None if extra is None else extra.stride(1),
-            residual_jump=None if extra is None else jump_of(extra),
+            residual=None if extra is None else extra.tensor,
+            residual_stride=None if extra is None else extra.stride,
+            residual_jump=None if extra is None else extra.jump,
             gate=gate,
             lse=lse,
             out=out,
@@ -337,15 +330,15 @@ def pull_launch(
     """The gradients of a few sources from at most RECTANGLE consecutive sites."""
     (heads, head_width), tokens = queries.shape[1:], prod(lses[0].shape[:-1])
     rule = site_rule(heads, head_width, sources[0].element_size())
-    placed, _ = rows_of([*sources, *douts], None, None)
+    placed, inner = rows_of([*sources, *douts])
     own, placed = placed[: len(sources)], placed[len(sources) :]
-    arguments = row_arguments(placed)
+    arguments = row_arguments(placed, inner)
     arguments["douts"] = arguments.pop("sources")
     gated = any(gate is not None for gate in gates)
     arguments |= dict(
-        sources=tuple(own),
-        source_strides=tuple(row.stride(1) for row in own),
-        source_jumps=None if arguments["jumps"] is None else tuple(jump_of(row) for row in own),
+        sources=tuple(row.tensor for row in own),
+        source_strides=tuple(row.stride for row in own),
+        source_jumps=None if inner is None else tuple(row.jump for row in own),
         rstds=tuple(rstds),
         logits=tuple(logits),
         dlogits=tuple(dlogits),
@@ -416,9 +409,8 @@ def sizes(heads: int, source: Tensor) -> tuple[int, int]:
 
 def one_row(source: Tensor) -> dict[str, Any]:
     """What the kernels read a single source [..., d] by."""
-    (row,), _ = rows_of([source if source.dim() > 1 else source.unsqueeze(0)], None, None)
-    jump = jump_of(row)
-    return dict(source=row, stride=row.stride(1), jump=jump, inner=None if jump is None else row.shape[1])
+    (row,), inner = rows_of([source])
+    return dict(source=row.tensor, stride=row.stride, jump=row.jump, inner=inner)
 
 
 def state_like(like: Tensor, sites: int, tokens: int, width: int) -> State:
