@@ -410,7 +410,7 @@ def step_options(warps: int) -> dict[str, int]:
 
 
 def sizes(heads: int, source: Tensor) -> tuple[int, int]:
-    """Heads and width as numbers, which they always are, though a trace with dynamic shapes may hold them as symbols."""
+    """Heads and width as numbers, which they always are, though a trace with dynamic shapes may hold symbols."""
     return int(heads), int(source.shape[-1])
 
 

@@ -264,7 +264,9 @@ def check_unfold(
     if shares is not None:
         grads, places = [shares.double().sum(0), *grads], [*range(sites), *places]
     expected = eager_steps.unfold(grads, places, widened(queries), widened(weights))
-    for grad, truth, argument in zip(itertools.chain(*found), itertools.chain(*expected), [*queries, *weights], strict=True):
+    for grad, truth, argument in zip(
+        itertools.chain(*found), itertools.chain(*expected), [*queries, *weights], strict=True
+    ):
         if argument is None:
             assert grad.numel() == 0
         else:

@@ -42,7 +42,13 @@ def test_mix(sizes, count, options):
 
 @pytest.mark.parametrize(
     ("sizes", "count", "sites"),
-    [(WIDE, 2, 2), (CHUNKED, 2, 3), (HALF, 3, 1), (UNEVEN, 3, 2), (Sizes("cpu", torch.bfloat16, 2, 72), RECTANGLE + 1, 2)],
+    [
+        (WIDE, 2, 2),
+        (CHUNKED, 2, 3),
+        (HALF, 3, 1),
+        (UNEVEN, 3, 2),
+        (Sizes("cpu", torch.bfloat16, 2, 72), RECTANGLE + 1, 2),
+    ],
 )
 def test_mix_tile(sizes, count, sites):
     checks.check_mix_tile(sizes, count, sites)

@@ -65,7 +65,7 @@ def test_registers_spills_and_vector_accesses(site):
             assert accesses["store 16"] >= units, name
 
 
-# Registers of the steps' kernels, as Inductor's code makes them: without a limit; mix by sites, pull by values a thread.
+# Registers of the steps' kernels as Inductor's code makes them, without a limit; mix by sites, pull by values a thread.
 REGISTERS = {"score": 136, "coupling": 96, "query_gradient": 72, "site_sums": 32}
 MIX = {1: 64, 8: 161}
 PULL = {16: 128, 32: 221, 40: 168, 56: 255}
@@ -195,7 +195,7 @@ def is_static(value, definitions):
 @pytest.mark.parametrize(
     "launches",
     [
-        *(pytest.param(Site(1280, 8, count=RECTANGLE + 1, residual=True, null_source=null, runs=runs), id=f"{null}-{runs}")
+        *(pytest.param(Site(1280, 8, RECTANGLE + 1, residual=True, null_source=null, runs=runs), id=f"{null}-{runs}")
           for null, runs in ((False, 1), (True, 1), (True, 4))),
         *(pytest.param(Rectangle(*SHAPES["1B"], runs=runs), id=f"steps-{runs}") for runs in (1, 4)),
     ],
@@ -209,7 +209,9 @@ def test_offsets_are_64_bits_wide(launches):
             continue  # its offsets are bounded by programs x d and by d
         binary = compiled(as_generated(launch) if isinstance(launches, Rectangle) else launch)
         lines = re.findall(r"(%\S+) = (\S+) (.*?) loc\(", binary.ttir)
-        definitions = {left: (operation, re.findall(r"%[\w#]+", rest.split(" : ")[0])) for left, operation, rest in lines}
+        definitions = {
+            left: (operation, re.findall(r"%[\w#]+", rest.split(" : ")[0])) for left, operation, rest in lines
+        }
         for _, operation, rest in lines:
             if operation == "tt.addptr" and "i64" not in rest.split(" : ")[1].split(", ")[-1]:
                 offset = definitions["offset"] = ("arith.", [re.findall(r"%[\w#]+", rest)[1]])
