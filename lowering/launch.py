@@ -34,7 +34,12 @@ class Launch:
             self.kernel[self.grid](**self.arguments, **self.constants, **self.options)
 
 
-Run = Callable[[Launch], None]  # at once, or into a graph
+Run = Callable[[Launch], None]
+
+
+def at_once(launch: Launch) -> None:
+    """Run a launch now; the alternative is to record it in a graph."""
+    launch.run()
 
 
 def route(
@@ -45,7 +50,7 @@ def route(
     residual: Tensor | None,
     gate: Tensor | None,
     eps: float,
-    run: Run = Launch.run,
+    run: Run = at_once,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Output [..., d], logits [N, ..., H], log-sum-exp [..., H] and reciprocal RMS [N, ...] of one site."""
     like = sources[0] if sources else residual
@@ -72,7 +77,7 @@ def route_backward(
     logits: Tensor,
     lse: Tensor,
     rstd: Tensor,
-    run: Run = Launch.run,
+    run: Run = at_once,
 ) -> tuple[list[Tensor], Tensor, Tensor, Tensor, Tensor]:
     """Gradients of the sources, query, key weight, null source and gate; empty where the argument is absent."""
 

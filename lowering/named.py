@@ -45,10 +45,13 @@ def named_arguments(launch: Launch) -> dict[str, Any]:
 def written(launch: Launch) -> frozenset[str]:
     """The named arguments that the launch writes through."""
     names: list[str] = []
-    for name in WRITTEN[launch.kernel.fn.__name__]:
+    kernel = launch.kernel.fn.__name__
+    for name in WRITTEN[kernel]:
         value = launch.arguments[name]
+        if (kernel, name) == ("site_backward", "dots") and launch.arguments["coupling"] is not None:
+            continue  # site_coupling wrote them, they are read
         names += [f"{name}_{i}" for i in range(len(value))] if isinstance(value, tuple) else [name]
-    return frozenset(name for name in names)
+    return frozenset(names)
 
 
 def named_kernel(launch: Launch) -> Any:

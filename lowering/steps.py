@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .launch import Launch, Run, site_constants, sums_launch
+from .launch import Launch, Run, at_once, site_constants, sums_launch
 from .pulls import coupling as coupling_kernel
 from .pulls import pull as pull_kernel
 from .pulls import query_gradient
@@ -26,7 +26,7 @@ State = tuple[Tensor, Tensor | None, Tensor]  # (max, sum or 1, mixture), float3
 
 
 def score(
-    source: Tensor, folded: Tensor, first: int, count: int, eps: float, run: Run = Launch.run
+    source: Tensor, folded: Tensor, first: int, count: int, eps: float, run: Run = at_once
 ) -> tuple[Tensor, Tensor]:
     """Logits [count, ..., H] of a source [..., d] at the sites first..first+count-1, and its reciprocal RMS [...]."""
     tokens, (heads, width) = source.shape[:-1], sizes(folded.shape[1], source)
@@ -56,7 +56,7 @@ def mix(
     carried_lse: Tensor | None,
     dtype: torch.dtype,
     keep: bool,
-    run: Run = Launch.run,
+    run: Run = at_once,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Output [..., d] and log-sum-exp [..., H] of one site, and the int8 residue of its rounding."""
     like = shape_of([*sources, residual, carried])
@@ -80,7 +80,7 @@ def mix_tile(
     logits: Sequence[Tensor],
     firsts: Sequence[int],
     sites: Sequence[int],
-    run: Run = Launch.run,
+    run: Run = at_once,
 ) -> tuple[list[Tensor], list[Tensor]]:
     """For each of consecutive sites the mixture over these sources alone, float32 [..., d], and its log-sum-exp."""
     like, count = sources[0], len(sites)
@@ -102,7 +102,7 @@ def coupling_from_sources(
     site: int,
     lse: Tensor,
     gate: Tensor | None,
-    run: Run = Launch.run,
+    run: Run = at_once,
 ) -> tuple[Tensor, Tensor]:
     """S = gate * <grad_out, mixture> a head, [..., H], and the gradient of the gate [1] (empty where absent)."""
     (heads, width), tokens = sizes(lse.shape[-1], grad_out), prod(lse.shape[:-1])
@@ -144,7 +144,7 @@ def pull(
     carried: Sequence[Tensor],
     wide: Sequence[bool],
     shares: Tensor | None,
-    run: Run = Launch.run,
+    run: Run = at_once,
 ) -> list[Tensor]:
     """Gradient of each source [..., d] from all of the sites; the folded queries' gradients go into shares.
 
@@ -218,7 +218,7 @@ def unfold(
     sites: Sequence[int],
     queries: Sequence[Tensor],
     key_weights: Sequence[Tensor | None],
-    run: Run = Launch.run,
+    run: Run = at_once,
 ) -> tuple[list[Tensor], list[Tensor]]:
     """Gradients of the queries and key weights (empty where absent) from what pulls left in shares, and from grads.
 

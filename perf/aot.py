@@ -19,6 +19,7 @@ from triton.compiler import ASTSource
 
 from mhar_compile.lowering import steps
 from mhar_compile.lowering.launch import Launch, backward_launches, forward_launches
+from mhar_compile.lowering.named import named_arguments, named_kernel
 
 DTYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16", torch.float64: "fp64", torch.int8: "i8"}
 CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
@@ -156,7 +157,7 @@ class Rectangle:
         steps.mix_tile(rows, logits, firsts, sites, run)
         steps.coupling_from_sources(douts[0], rows, logits, firsts, 0, heads[0], empty(1), run)
         shares = steps.new_shares(folded)
-        for count, gate in ((1, None), (2, empty(1)), (4, None)):
+        for count, gate in ((1, None), (2, empty(1))):
             few = slice(0, count)
             steps.pull(
                 rows[few], rstds[few], logits[few], firsts[few], sites, douts, heads, heads, [gate] * self.sites,
@@ -202,3 +203,16 @@ class Site:
         grads = [torch.empty_like(out) for _ in sources]
         parameters = [parameter(*shape) for shape in (query.shape, (self.width,), (self.width,), (1,))]
         yield from backward_launches(row(), sources, query, key_weight, null, gate, *saved, grads, *parameters)
+
+
+def as_generated(launch: Launch) -> Launch:
+    """The launch as Inductor's code makes it: named parameters, and no limit of registers."""
+    values, kernel = named_arguments(launch), named_kernel(launch)
+    constants = {parameter.name for parameter in kernel.params if parameter.is_constexpr}
+    return Launch(
+        kernel,
+        launch.grid,
+        {name: value for name, value in values.items() if name not in constants},
+        {name: value for name, value in values.items() if name in constants},
+        {name: value for name, value in launch.options.items() if name != "maxnreg"},
+    )

@@ -1,4 +1,4 @@
-"""Correctness of the kernels on a device: what must hold before a time is worth measuring.
+"""Correctness of the kernels of a site on a device: what must hold before a time is worth measuring.
 
 Every check raises AssertionError with what was found. Nothing here needs a GPU: the tests run all of it under Triton's
 interpreter at tiny sizes.
@@ -15,15 +15,11 @@ import torch
 from torch import Tensor
 
 from mhar_compile import route
-from mhar_compile.lowering.launch import Launch
-from mhar_compile.lowering.rectangle_launch import mix_launches, pull_launches, query_gradient_launches, score_launch
-from mhar_compile.ops import reference
 
 from .budgets import LAYOUTS, Problem, Recipe, ratios
 
 EPS = 1e-6
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-ROUNDING = {torch.float32: 2e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}  # of the largest value of a rectangle
 
 
 def on_device(problem: Problem, device: str) -> Problem:
@@ -150,82 +146,3 @@ def check_large(device: str, tokens: int, width: int, heads: int, count: int) ->
     part = forward_backward([x[last].clone() for x in sources], query, dout[last].clone())
     for large, small in zip(whole[:-1], part[:-1], strict=True):
         assert torch.equal(large[last], small), "offsets of the last tokens are wrong"
-
-
-def run(launches: Any) -> None:
-    for launch in [launches] if isinstance(launches, Launch) else launches:
-        launch.run()
-
-
-def close(name: str, ours: Tensor, truth: Tensor, dtype: torch.dtype) -> None:
-    """Within the rounding of the sources' dtype, of the largest value."""
-    error, size = (ours.cpu().double() - truth.cpu()).abs().max(), truth.abs().max()
-    assert error <= ROUNDING[dtype] * max(float(size), 1e-3), f"{name}: error {error:.3g} of {size:.3g} in {dtype}"
-
-
-def nothing(device: str, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Memory that is NaN until it is written."""
-    return torch.full(shape, torch.nan, dtype=dtype, device=device)
-
-
-def scored(device: str, x: Tensor, queries: Tensor, heads: int) -> tuple[Tensor, Tensor]:
-    """logits [sites, tokens, H] and rstd [tokens] of one source."""
-    tokens = x.numel() // x.shape[-1]
-    logits, rstd = nothing(device, len(queries), tokens, heads), nothing(device, tokens)
-    run(score_launch(x, queries, EPS, logits, rstd))
-    return logits, rstd
-
-
-def check_mix(device: str, tokens: int, width: int, heads: int, count: int, sites: int, dtype: torch.dtype) -> None:
-    """Old sources are mixed at all sites in one rectangle; each site then merges a recent one and is finished."""
-    torch.manual_seed(count)
-    rows = [torch.randn(tokens, width, device=device).to(dtype) for _ in range(count + sites)]
-    queries, gate = torch.randn(sites, width, device=device), torch.randn(1, device=device)
-    queries /= (width / heads) ** 0.5
-    residual = torch.randn_like(rows[0])
-    logits = [scored(device, x, queries, heads)[0] for x in rows]
-    maximum, total, mixture = (nothing(device, sites, tokens, size) for size in (heads, heads, width))
-    run(mix_launches(rows[:count], logits[:count], sites, after=(maximum, total, mixture)))
-    for site in range(sites):
-        own = maximum[site : site + 1], total[site : site + 1], mixture[site : site + 1]
-        out, lse = nothing(device, tokens, width, dtype=dtype), nothing(device, tokens, heads)
-        recent = rows[count + site]
-        run(mix_launches([recent], [logits[count + site][site]], 1, own, None, out, lse, residual, gate))
-        sources, query = [x.double() for x in (*rows[:count], recent)], queries[site].double().view(heads, -1)
-        truth, _ = reference(sources, query, residual=residual.double(), gate=gate.double(), eps=EPS)
-        close("mix", out, truth, dtype)
-
-
-def check_pull(device: str, tokens: int, width: int, heads: int, count: int, sites: int, dtype: torch.dtype) -> None:
-    """The gradient of one source from all sites, and of the queries through it, against float64; tokens are even."""
-    torch.manual_seed(sites)
-    by_head = (heads, width // heads)
-    others = [torch.randn(tokens, width, device=device).to(dtype) for _ in range(count)]
-    source = torch.randn(2, tokens // 2 + 1, width, device=device).to(dtype)[:, 1:]  # rows with two strides
-    queries, scales = torch.randn(sites, width, device=device), torch.randn(sites, device=device)
-    queries /= by_head[1] ** 0.5
-    douts = [torch.randn(tokens, width, device=device).to(dtype) for _ in range(sites)]
-    logits, rstd = scored(device, source, queries, heads)
-
-    x = source.double().reshape(tokens, width).requires_grad_()
-    key = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + EPS)
-    lses, couplings, loss, dqueries = [], [], torch.zeros((), device=device, dtype=torch.float64), []
-    for m in range(sites):
-        dout = douts[m].double()
-        out, weights = reference([x, *(y.double() for y in others)], queries[m].double().view(by_head), eps=EPS)
-        loss = loss + scales[m].double() * (out * dout).sum()
-        coupling = (out * dout).unflatten(1, by_head).sum(-1)
-        dlogit = scales[m] * weights[0] * ((x * dout).unflatten(1, by_head).sum(-1) - coupling)
-        dqueries.append((dlogit.unsqueeze(-1) * key.unflatten(1, by_head)).sum(0).flatten())
-        lses.append((logits[m] - weights[0].log()).float().detach())
-        couplings.append(coupling.float().detach())
-    (truth,) = torch.autograd.grad(loss, x)
-
-    dlogits, carry = torch.full_like(logits, torch.nan), nothing(device, tokens, width)
-    grad = nothing(device, tokens, width, dtype=dtype)
-    laid = [dout.view_as(source) for dout in douts]
-    run(pull_launches(source, rstd, laid, scales, queries, logits, lses, couplings, dlogits, carry, grad))
-    close("pull", grad, truth, dtype)
-    shares, grad_queries = nothing(device, 2, sites, width), nothing(device, sites, width)
-    run(query_gradient_launches(source, rstd, dlogits, shares, grad_queries))
-    close("query_gradient", grad_queries, torch.stack(dqueries).detach(), dtype)

@@ -8,13 +8,30 @@ import statistics
 import subprocess
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
 LEAD = 4_000_000  # clock cycles, 2 ms, by which the host's launches run ahead: the GPU's time is what is wanted
+Row = dict[str, Any]
 FLUSH = 256 * 2**20  # bytes written between two repetitions; the L2 cache of an H200 has 50 MiB
+
+
+@dataclass(frozen=True)
+class Setup:
+    """Where to run, how much, and how often."""
+
+    device: str = "cuda"
+    tiny: bool = False
+    repeats: int = 20
+
+    def size(self, full: int, tiny: int) -> int:
+        return tiny if self.tiny else full
+
+    def time(self, function: Callable[[], Any]) -> float:
+        return microseconds(function, self.device, self.repeats, warmup=1 if self.tiny else 3)
 
 
 def microseconds(function: Callable[[], Any], device: str, repeats: int = 20, warmup: int = 3) -> float:

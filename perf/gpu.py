@@ -1,6 +1,7 @@
 """The kernels on a GPU: correctness first, then times beside the card's copy bandwidth and beside what others do.
 
-    python -m perf.gpu                          everything, meant for 10 minutes on an H200
+    python -m perf.gpu                          everything but steps, meant for 15 minutes on an H200
+    python -m perf.gpu steps                    training steps of the presets, with the paper's batches
     python -m perf.gpu widths large repeats     some sections
     python -m perf.gpu --dry-run                what would run
     TRITON_INTERPRET=1 python -m perf.gpu --self-check      all of it at tiny sizes on the CPU
@@ -24,6 +25,7 @@ import traceback
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,28 +33,17 @@ import torch
 from torch import Tensor
 
 from mhar_compile import route
-from mhar_compile.lowering.rectangle_launch import mix_launches, pull_launches, query_gradient_launches, score_launch
+from mhar_compile.lowering import steps
+from mhar_compile.lowering.launch import Launch
+from mhar_compile.lowering.rules import RECTANGLE
 
-from . import checks, clock, rivals
+from . import checks, clock, models, rivals, step_checks
+from .clock import Row, Setup
+from .step_checks import Sizes
 
-Row = dict[str, Any]
 SANITIZER_SECONDS = 110  # of each tool; the kernels are compiled once, for both
 SECTION_SECONDS = 240  # most of a section's time is Triton's, which compiles a kernel in 1 to 3 s
-
-
-@dataclass(frozen=True)
-class Setup:
-    """Where to run, how much, and how often."""
-
-    device: str = "cuda"
-    tiny: bool = False
-    repeats: int = 20
-
-    def size(self, full: int, tiny: int) -> int:
-        return tiny if self.tiny else full
-
-    def time(self, function: Callable[[], Any]) -> float:
-        return clock.microseconds(function, self.device, self.repeats, warmup=1 if self.tiny else 3)
+LONGER = {"rectangles": 420, "compiled": 420, "chains": 420, "steps": 1500}  # Inductor's compilation of whole models
 
 
 @dataclass(frozen=True)
@@ -84,7 +75,6 @@ SHAPES = (
     Shape("K3", 8192, 7168, 1, 9),
     Shape("SmolLM", 8192, 576, 9, 9),
 )
-CHAINS = (("100M", 25, 16384, 512, 4), ("350M", 49, 4096, 1024, 8), ("1B", 73, 2048, 1280, 8))
 
 
 def shapes(setup: Setup) -> list[Shape]:
@@ -136,17 +126,53 @@ def batches(setup: Setup) -> Iterator[Row]:
 
 
 def rectangles(setup: Setup) -> Iterator[Row]:
-    """score, mix, pull and query_gradient against float64."""
-    cases = (
-        [(8, 2, 2, 2)]
-        if setup.tiny
-        else [(4096, 8, 7, 8), (1280, 8, 20, 8), (512, 4, 3, 18), (576, 8, 3, 3), (7168, 1, 3, 2)]
-    )
-    for dtype in checks.DTYPES[: setup.size(3, 1)]:
-        for width, heads, count, sites in cases:
-            checks.check_mix(setup.device, setup.size(133, 2), width, heads, count, min(sites, 8), dtype)
-            checks.check_pull(setup.device, setup.size(134, 2), width, heads, count, sites, dtype)
-    yield {"name": "rectangles", "sites": len(cases)}
+    """Every step that the passes launch against float64, with rows that lie evenly and unevenly."""
+    for sizes in rectangle_sizes(setup):
+        row: Row = {"name": f"{sizes.heads} x {sizes.head_width}, {sizes.dtype}", "uneven": sizes.uneven}
+        for name, check in step_cases(sizes):
+            try:
+                check()
+            except AssertionError as error:
+                yield row | {"step": name, "error": str(error)[:1000]}
+                raise
+        yield row
+
+
+def rectangle_sizes(setup: Setup) -> Iterator[Sizes]:
+    """The kernels are compiled anew for each of these, 20 s of one core."""
+    tokens = setup.size(4, 2), setup.size(33, 2)
+    if setup.tiny:
+        yield Sizes(setup.device, torch.bfloat16, 2, 4, tokens, uneven=True)
+        return
+    for width, heads in ((4096, 8), (1280, 8), (512, 4), (576, 8), (7168, 1)):
+        yield Sizes(setup.device, torch.bfloat16, heads, width // heads, tokens, uneven=heads == 4)
+    for dtype, uneven in ((torch.bfloat16, True), (torch.float32, False), (torch.float16, True)):
+        yield Sizes(setup.device, dtype, 8, 160, tokens, uneven)
+
+
+def step_cases(sizes: Sizes) -> Iterator[tuple[str, Callable[[], None]]]:
+    """Every step with and without each of its optional arguments, and beyond RECTANGLE sources or sites."""
+    many = RECTANGLE + 2
+    yield "score", partial(step_checks.check_score, sizes, 19)
+    for count, options in (
+        (3, {}),
+        (4, {"null": True, "residual": True, "gate": True}),
+        (many, {"null": True, "carried": True}),
+        (0, {"residual": True, "gate": True, "carried": True}),
+    ):
+        yield f"mix {count} {options}", partial(step_checks.check_mix, sizes, count, **options)
+    for count, number in ((3, 8), (many, 2)):
+        yield f"mix_tile {count} x {number}", partial(step_checks.check_mix_tile, sizes, count, number)
+    for count, options in ((3, {"null": True, "gate": True}), (many, {})):
+        yield f"coupling {count}", partial(step_checks.check_coupling_from_sources, sizes, count, **options)
+    for count, sites, options in (
+        (1, [2, 1], {}),
+        (3, [5, 2, 1], {"gated": True, "carried": True, "wide": True}),
+        (2, list(range(1, many + 1)), {}),
+    ):
+        yield f"pull {count} from {sites} {options}", partial(step_checks.check_pull, sizes, count, sites, **options)
+    yield "pull_null", partial(step_checks.check_pull_null, sizes, gated=True)
+    yield "unfold", partial(step_checks.check_unfold, sizes, single=(3, 1))
 
 
 def large(setup: Setup) -> Iterator[Row]:
@@ -190,8 +216,10 @@ def smoke(device: str) -> None:
     for width, heads, count in ((512, 8, 3), (576, 9, 18), (1280, 8, 2), (1024, 1, 2)):
         checks.check_batch(device, 9, width, heads, count, torch.bfloat16)
         checks.check_layouts(device, (2, 3), width, heads, count, torch.bfloat16)
-        checks.check_pull(device, 10, width, heads, 1, 2, torch.bfloat16)
-        checks.check_mix(device, 9, width, heads, 2, 2, torch.bfloat16)
+        sizes = Sizes(device, torch.bfloat16, heads, width // heads, (3, 3), uneven=True)
+        step_checks.check_score(sizes)
+        step_checks.check_mix(sizes, 3, null=True, carried=True)
+        step_checks.check_pull(sizes, 2, [3, 1])
     checks.check_repeats(device, 9, 1280, 8, 3, 1)
 
 
@@ -266,81 +294,72 @@ def others(setup: Setup) -> Iterator[Row]:
 
 
 def parts(setup: Setup) -> Iterator[Row]:
-    """The kernels of a rectangle, alone: 16 sources, 8 sites."""
+    """The steps' launches, each alone: 16 sources, 8 sites."""
     copy = clock.copy_bandwidth(setup.device, setup.size(2**30, 2**16))
     for shape in shapes(setup):
         if not shape.delta:
             count, number = setup.size(16, 2), setup.size(8, 2)
-            for name, moved, launches in rectangle(setup, shape, count, number):
-                us = setup.time(lambda: checks.run(launches))  # noqa: B023
+            for name, moved, launches in captured(setup, shape, count, number):
+                us = setup.time(partial(run_all, launches))
                 least = moved * shape.tokens * shape.width * 2
                 yield {"name": name, "shape": shape.name, "us": us, "of_copy": least / (us * 1e-6) / copy}
 
 
-def rectangle(setup: Setup, shape: Shape, count: int, number: int) -> Iterator[tuple[str, float, list[Any]]]:
-    """Name, rows moved, and launches of every kernel between `count` sources and `number` sites."""
-    device, tokens, width, heads = setup.device, shape.tokens, shape.width, shape.heads
+def run_all(launches: list[Launch]) -> None:
+    for launch in launches:
+        launch.run()
+
+
+def captured(setup: Setup, shape: Shape, count: int, number: int) -> Iterator[tuple[str, float, list[Launch]]]:
+    """Name, rows moved, and launches of every step between `count` sources and `number` sites."""
+    tokens, width, heads = shape.tokens, shape.width, shape.heads
 
     def row() -> Tensor:
-        return torch.randn(tokens, width, device=device).bfloat16()
+        return torch.randn(tokens, width, device=setup.device).bfloat16()
 
     def full(*size: int) -> Tensor:
-        return torch.zeros(size, device=device)
+        return torch.zeros(size, device=setup.device)
 
-    sources, queries = [row() for _ in range(count)], torch.randn(number, width, device=device)
-    logits, rstd = full(number, tokens, heads), full(tokens)
-    yield "score, 8 sites", 1, [score_launch(sources[0], queries, rivals.EPS, logits, rstd)]
-    for size in (1, number):
-        scores, out, after = [logits[:size]] * count, (None, None), None
-        if size == 1:
-            out = row(), full(tokens, heads)
-        else:
-            after = (full(size, tokens, heads), full(size, tokens, heads), full(size, tokens, width))
-        launches = list(mix_launches(sources, scores, size, None, after, *out))
-        yield f"mix, 16 sources x {size} sites", count + (1 if size == 1 else 2 * size), launches
-    douts, lses, scales = (
-        [row() for _ in range(number)],
-        [full(tokens, heads)] * number,
-        torch.ones(number, device=device),
-    )
-    pulled = pull_launches(
-        sources[0], rstd, douts, scales, queries, logits, lses, lses, full(*logits.shape), full(tokens, width), row()
-    )
-    yield "pull, 8 sites", number + 2, list(pulled)
-    shares = full(32, number, width)
-    yield (
-        "query_gradient, 8 sites",
-        1,
-        list(query_gradient_launches(sources[0], rstd, logits, shares, full(number, width))),
-    )
+    sources, douts = [row() for _ in range(count)], [row() for _ in range(number)]
+    folded = torch.randn(number, heads, width // heads, device=setup.device)
+    logits, firsts, levels = [full(number, tokens, heads)] * count, [0] * count, [full(tokens, heads)] * number
+    rstds, every = [torch.ones(tokens, device=setup.device)] * count, list(range(number))
+    none: Any = (None, None, None, None, torch.bfloat16)
 
+    def launches(step: Callable[..., Any], *arguments: Any) -> list[Launch]:
+        found: list[Launch] = []
+        step(*arguments, run=found.append)
+        return found
 
-def chains(setup: Setup) -> Iterator[Row]:
-    """Whole chains of sites, one call each, sources born one after another by an elementwise function."""
-    for name, number, tokens, width, heads in [("tiny", 3, 2, 8, 2)] if setup.tiny else CHAINS:
-        first = torch.randn(tokens, width, device=setup.device).bfloat16().requires_grad_()
-        queries = (torch.randn(number, heads, width // heads, device=setup.device) / 8).requires_grad_()
-        weights = torch.ones(number, width, device=setup.device, requires_grad=True)
-
-        def chain() -> Tensor:
-            sources = [first]  # noqa: B023
-            for query, weight in zip(queries, weights, strict=True):  # noqa: B023
-                sources.append(torch.tanh(ours(sources, query, weight)))
-            return sources[-1]
-
-        def both() -> None:
-            out = chain()
-            torch.autograd.grad(out, [first, queries, weights], torch.ones_like(out))  # noqa: B023
-
-        for part, function in (("forward", chain), ("forward + backward", both)):
-            yield {"name": f"chain of {number} sites", "shape": name, "pass": part, "us": setup.time(function)}
+    yield f"score, {number} sites", 1, launches(steps.score, sources[0], folded, 0, number, rivals.EPS)
+    yield f"mix, {count} sources", count + 1, launches(steps.mix, sources, logits, firsts, 0, *none, False)
+    yield f"mix, {count} sources, residue", count + 1.5, launches(steps.mix, sources, logits, firsts, 0, *none, True)
+    tiled = launches(steps.mix_tile, sources, logits, firsts, every)
+    yield f"mix, {count} sources x {number} sites", count + 2 * number, tiled
+    coupled = launches(steps.coupling_from_sources, douts[0], sources, logits, firsts, 0, levels[0], None)
+    yield f"coupling, {count} sources", count + 1, coupled
+    shares = steps.new_shares(folded)
+    for few in (1, 2):
+        one = slice(0, few)
+        pulled = launches(
+            steps.pull, sources[one], rstds[one], logits[one], firsts[one], every, douts, levels, levels,
+            [None] * number, folded, [], [False] * few, shares,
+        )  # fmt: skip
+        named = {kernel: [x for x in pulled if x.kernel.fn.__name__ == kernel] for kernel in ("pull", "query_gradient")}
+        reads = number * len(named["pull"]) + 2 * few
+        yield f"pull, {few} sources x {number} sites", reads, named["pull"]
+    yield f"query_gradient, {number} sites", 1, named["query_gradient"][:1]
+    queries = list(folded.unbind())
+    yield f"sum of shares, {number} sites", 0, launches(steps.unfold, shares, [], [], queries, [None] * number)
 
 
 CORRECTNESS = {
-    section.__name__: section for section in (budgets, widths, batches, rectangles, large, repeats, sanitizer)
+    section.__name__: section
+    for section in (budgets, widths, batches, rectangles, large, repeats, sanitizer, models.compiled, models.packages)
 }
-TIMES = {section.__name__: section for section in (sites, chains, parts, others)}
+TIMES = {section.__name__: section for section in (sites, models.chains, parts, others, models.steps)}
 SECTIONS = CORRECTNESS | TIMES
+DEFAULT = [name for name in SECTIONS if name != "steps"]  # which takes a quarter of an hour of compilation
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -384,7 +403,7 @@ def perform(name: str, setup: Setup, options: argparse.Namespace) -> Row:
         if options.self_check:
             return report(SECTIONS[name], setup, path)
         command = [sys.executable, "-m", "perf.gpu", name, "--report", str(path), "--repeats", str(setup.repeats)]
-        return reported(command, path, SECTION_SECONDS)
+        return reported(command, path, LONGER.get(name, SECTION_SECONDS))
 
 
 def report(section: Callable[[Setup], Iterator[Row]], setup: Setup, path: Path) -> Row:
@@ -436,7 +455,7 @@ def show(name: str, found: Row) -> None:
 def parsed(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m perf.gpu", description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument(
-        "sections", nargs="*", metavar="SECTION", help=f"{', '.join(SECTIONS)}; all where none is named"
+        "sections", nargs="*", metavar="SECTION", help=f"{', '.join(SECTIONS)}; all but steps where none is named"
     )
     parser.add_argument("--out", type=Path, default=Path("perf/results"), help="folder of the JSON file")
     parser.add_argument("--name", default=time.strftime("gpu-%Y%m%d-%H%M%S"), help="name of the JSON file")
@@ -450,7 +469,7 @@ def parsed(arguments: list[str] | None) -> argparse.Namespace:
     unknown = set(options.sections) - set(SECTIONS)
     if unknown:
         parser.error(f"unknown section {', '.join(sorted(unknown))}; choose from {', '.join(SECTIONS)}")
-    options.sections = options.sections or list(SECTIONS)
+    options.sections = options.sections or DEFAULT
     if options.self_check and os.environ.get("TRITON_INTERPRET") != "1":
         parser.error("--self-check needs TRITON_INTERPRET=1 in the environment")
     if not (options.dry_run or options.self_check or torch.cuda.is_available()):

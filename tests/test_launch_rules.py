@@ -81,41 +81,41 @@ def test_launches_of_a_site(count):
 
 
 def test_sources_are_read_where_they_lie():
-    from mhar_compile.lowering.launch import rows_of
+    from mhar_compile.lowering.rows import rows_of
 
     memory = torch.randn(4, 3, 6, 8)
     sources = [memory[:, :, n] for n in range(3)] + [memory[:1, :1, 0].expand(4, 3, 8)]
     null = torch.randn(8)
-    rows, _ = rows_of(sources, null, None)
-    assert [row.data_ptr() for row in rows] == [x.data_ptr() for x in (null, *sources)]
-    assert [row.shape for row in rows] == [(1, 12, 8)] * 5
-    assert [row.stride(1) for row in rows] == [0, 48, 48, 48, 0]
+    rows, inner = rows_of([null, *sources])
+    assert [row.tensor.data_ptr() for row in rows] == [x.data_ptr() for x in (null, *sources)]
+    assert inner is None
+    assert [(row.stride, row.jump) for row in rows] == [(0, None), (48, None), (48, None), (48, None), (0, None)]
 
 
 @pytest.mark.parametrize("other", [True, False])
 def test_uneven_sources_are_read_where_they_lie(other):
-    from mhar_compile.lowering.launch import row_arguments, rows_of
+    from mhar_compile.lowering.rows import row_arguments, rows_of
 
     even, memory = torch.randn(4, 3, 8), torch.randn(4, 5, 8)
     sources = [even, memory[:, 2:], even.mT.contiguous().mT, even.transpose(0, 1).contiguous().transpose(0, 1)]
     sources += [even[:1].expand(4, 3, 8), even[:, :1].expand(4, 3, 8)]
-    rows, last = rows_of(sources, torch.randn(8), memory[:, 1:4] if other else None)
+    rows, inner = rows_of([torch.randn(8), *sources, *([memory[:, 1:4]] if other else [])])
+    rows = rows[: 1 + len(sources)]
     copied = [
-        row.untyped_storage().data_ptr() != x.untyped_storage().data_ptr()
+        row.tensor.untyped_storage().data_ptr() != x.untyped_storage().data_ptr()
         for row, x in zip(rows[1:], sources, strict=True)
     ]
     assert copied == [False, False, True, False, False, False]  # one whose width is not contiguous
-    found = row_arguments(rows)
+    found = row_arguments(rows, inner)
     assert found["inner"] == 3
     places = list(zip(found["strides"], found["jumps"], strict=True))[: len(rows)]
     assert places == [(0, 0), (8, 0), (8, 40 - 24), (8, 0), (32, 8 - 96), (8, -24), (0, 24)]
-    assert (last is not None) == other
     tokens = torch.arange(12)
     for row, (stride, jump) in zip(rows, places, strict=True):
-        starts = row.storage_offset() + tokens * stride + tokens // 3 * jump
-        elements = row.as_strided((row.untyped_storage().nbytes() // 4,), (1,), 0)
-        assert torch.equal(elements[starts[:, None] + torch.arange(8)], row.reshape(12, 8))
-    assert row_arguments(rows_of([even, even], None, None)[0])["jumps"] is None
+        starts = row.tensor.storage_offset() + tokens * stride + tokens // 3 * jump
+        elements = row.tensor.as_strided((row.tensor.untyped_storage().nbytes() // 4,), (1,), 0)
+        assert torch.equal(elements[starts[:, None] + torch.arange(8)], row.tensor.expand(4, 3, 8).reshape(12, 8))
+    assert rows_of([even, even])[1] is None
 
 
 class NoDriver:
