@@ -8,6 +8,12 @@ from . import model
 from .planning import Plan, adds_of
 
 
+PIECES = (
+    "the passes saw {} pieces of the model: a source is scored and pulled anew in each that it enters; pieces come from "
+    "graph breaks, from blocks compiled one by one and from DDP (unless torch._dynamo.config.optimize_ddp is False)"
+)
+
+
 @dataclass
 class Report:
     """What the passes found and did, summed over the graphs they saw. Bytes and rows are the model's, for one step.
@@ -79,7 +85,8 @@ class Report:
         rows = [(f.name.replace("_", " "), text(getattr(self, f.name))) for f in fields(self)]
         width, digits = (max(len(row[n]) for row in rows) for n in (0, 1))
         lines = [f"{name:<{width}}  {value:>{digits}}" for name, value in rows]
-        return "\n".join([*lines, *(f"  {reason}" for reason in self.left_alone)])
+        pieces = [PIECES.format(self.graphs)] if self.graphs > 1 else []
+        return "\n".join([*lines, *(f"  {reason}" for reason in [*pieces, *self.left_alone])])
 
 
 def summed(reports: list[Report]) -> Report:
