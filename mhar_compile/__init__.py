@@ -8,15 +8,31 @@ if not (_here / "ops").is_dir():  # a source checkout: ops/ and lowering/ stand 
     __path__.append(str(_here.parent))
 
 from . import ops  # noqa: E402  after the path above; importing it registers torch.ops.mhar
+from .blocks import Blocks, compile_blocks  # noqa: E402
+from .checkpointing import checkpoint_policy  # noqa: E402
 from .config import DecoderConfig  # noqa: E402
 from .decoder import Decoder  # noqa: E402
 from .functional import route  # noqa: E402
+from .optimizer import parameter_groups  # noqa: E402
 from .router import Router  # noqa: E402
 
 if _TYPE_CHECKING:
     from .compiler import backend, explain, inductor_options
 
-__all__ = ["Decoder", "DecoderConfig", "Router", "backend", "explain", "inductor_options", "ops", "route"]
+__all__ = [
+    "Blocks",
+    "Decoder",
+    "DecoderConfig",
+    "Router",
+    "backend",
+    "checkpoint_policy",
+    "compile_blocks",
+    "explain",
+    "inductor_options",
+    "ops",
+    "parameter_groups",
+    "route",
+]
 __version__ = "0.1.0"
 
 

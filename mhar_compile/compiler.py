@@ -56,11 +56,15 @@ def backend(
 ) -> Callable[..., Any]:
     """Compile a graph as Inductor does, with our passes: ``torch.compile(model, backend="mhar")``.
 
-    ``mode`` and ``options`` are those of ``torch.compile`` and mean what they mean for Inductor.
+    ``mode`` and ``options`` are those of ``torch.compile`` and mean what they mean for Inductor. Under a memory budget
+    (``torch._functorch.config.activation_memory_budget``) a custom operator counts as work that is not free to redo.
     """
+    import torch._functorch.config as functorch
+
     dynamic = any(isinstance(value, torch.SymInt) for value in inputs)
     inductor = torch._TorchCompileInductorWrapper(mode, inductor_options(options), dynamic)
-    compiled: Callable[..., Any] = inductor(model, inputs)
+    with functorch.patch(is_non_builtin_to_include=True):
+        compiled: Callable[..., Any] = inductor(model, inputs)
     return compiled
 
 

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from .blocks import Blocks
 from .config import DecoderConfig
 from .router import Router
 from .topologies import SITES
@@ -36,7 +37,7 @@ class Decoder(nn.Module):
             )
         self.config = config
         self.embedding = nn.Embedding(config.vocabulary, config.width)
-        self.blocks = nn.ModuleList(Block(config, layer) for layer in range(config.layers))
+        self.blocks = Blocks(Block(config, layer) for layer in range(config.layers))
         self.final_site = SITES[config.residual](config, 2 * config.layers)
         self.norm = nn.RMSNorm(config.width, eps=config.norm_eps)
         # Tied weights are one parameter under one name: a second name would not survive to_empty().
@@ -72,10 +73,7 @@ class Decoder(nn.Module):
             ValueError: tokens is not [B, T], or T exceeds max_positions.
         """
         self.check_tokens(tokens)
-        stream: tuple[Tensor, ...] = (self.embedding(tokens),)
-        for block in self.blocks:
-            stream = block(stream)
-        x = self.norm(self.final_site(stream))
+        x = self.norm(self.final_site(self.blocks((self.embedding(tokens),))))
         return F.linear(x, self.embedding.weight if self.lm_head is None else self.lm_head.weight)
 
     def check_tokens(self, tokens: object) -> None:

@@ -9,9 +9,11 @@ if __name__ != "mhar_compile.ops":
         "every operator twice; write `from mhar_compile import ops`"
     )
 
+from . import flops as _flops
 from . import schema as _schema
 from .reference import figure3, reference
 
 __all__ = ["figure3", "reference"]
 
 _schema.register()
+_flops.register_once_imported()
