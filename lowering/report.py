@@ -7,10 +7,9 @@ from dataclasses import dataclass, field, fields
 from . import model
 from .planning import Plan, adds_of
 
-
 PIECES = (
-    "the passes saw {} pieces of the model: a source is scored and pulled anew in each that it enters; pieces come from "
-    "graph breaks, from blocks compiled one by one and from DDP (unless torch._dynamo.config.optimize_ddp is False)"
+    "the passes saw {} pieces of the model: a source is scored and pulled anew in each that it enters; pieces come "
+    "from graph breaks, blocks compiled one by one, and DDP (unless torch._dynamo.config.optimize_ddp is False)"
 )
 
 

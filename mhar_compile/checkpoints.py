@@ -1,8 +1,8 @@
 """``save_checkpoint`` and ``load_checkpoint``: training state on disk, of one process or many, never half written.
 
-A checkpoint is a folder ``step-000000042`` in torch.distributed.checkpoint's format, with a ``checkpoint.json`` that says
-what belongs to it. It is written under another name, synchronised to the disk and then renamed, so whatever has its name
-is whole. Parameters are stored under the plain model's names: a run may go on with another number of processes, or
+A checkpoint is a folder ``step-000000042`` in torch.distributed.checkpoint's format, with a ``checkpoint.json`` that
+says what belongs to it. It is written under another name, synchronised to the disk and then renamed, so whatever has
+its name is whole. Parameters are stored under the plain model's names: a run may go on with another number of processes, or
 sharded, checkpointed or compiled differently.
 """
 
@@ -59,7 +59,7 @@ def save_checkpoint(
         model: plain, or sharded by ``fully_shard``, wrapped by DDP, compiled, checkpointed.
         optimizer: of the model's parameters; None saves the weights alone.
         keep: how many checkpoints to keep, >= 1; older ones are deleted after the new one is in place.
-        extra: anything that JSON can hold, as the first process has it (a schedule's state, a seed, a position in data).
+        extra: anything that JSON can hold, as the first process has it (a schedule's state, a seed).
 
     Returns:
         The checkpoint's folder.
@@ -92,8 +92,8 @@ def load_checkpoint(
 ) -> Loaded | None:
     """Load the newest whole checkpoint of a folder into model and optimizer; every process calls this.
 
-    A checkpoint whose files are missing or cut short is passed over with a warning. Parts of it are Python pickles: load
-    only what you trust.
+    A checkpoint whose files are missing or cut short is passed over with a warning. Parts of it are Python pickles:
+    load only what you trust.
 
     Args:
         folder: as given to :func:`save_checkpoint`.
@@ -137,8 +137,8 @@ def check_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer | None) -
     strangers = sum(id(parameter) not in own for group in groups for parameter in group["params"])
     if strangers:
         raise ValueError(
-            f"{strangers} of the optimizer's parameters are not the model's; build the optimizer from model.parameters() "
-            "after fully_shard, which replaces them"
+            f"{strangers} of the optimizer's parameters are not the model's; build the optimizer from "
+            "model.parameters(), after fully_shard, which replaces them"
         )
 
 

@@ -80,8 +80,8 @@ def route(
     Parameters (query, key_weight, null_source, gate) may have another float dtype than the sources; their gradients
     take the parameter's dtype. Every tensor argument has a first-order gradient.
 
-    All tensors may be DTensors: sources and residual of the same placements, Replicate or Shard of any dimension but the
-    last, parameters of any. Each process then routes the tokens that it holds, and the results are placed like the sources.
+    All tensors may be DTensors: sources and residual of the same placements, Replicate or Shard of any dimension but
+    the last, parameters of any. Each process routes the tokens that it holds; the results are placed like the sources.
 
     Returns:
         The output [..., d] in the sources' dtype; with return_weights also the weights [N, ..., H] in float32 (float64
@@ -90,8 +90,8 @@ def route(
     Raises:
         TypeError: an argument is not a tensor (or a sequence of them), a dtype is not a supported float, or eps or
             heads is not a number; DTensors and plain tensors are mixed.
-        ValueError: no sources, shapes, dtypes or devices that do not fit, d not divisible by H, eps out of range; DTensors
-            whose placements differ or shard the width.
+        ValueError: no sources, shapes, dtypes or devices that do not fit, d not divisible by H, eps out of range;
+            DTensors whose placements differ or shard the width.
         RuntimeError: double backward, forward mode or a torch.func transform, none of which is supported.
     """
     rows = list(sources.unbind(0)) if isinstance(sources, Tensor) and sources.dim() > 1 else sources

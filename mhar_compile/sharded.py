@@ -10,8 +10,8 @@ from torch import Tensor
 
 MIXED = (
     "route: {sharded} is a DTensor and {plain} a plain tensor; pass all as DTensors or none. A parameter that "
-    "fully_shard sharded is whole only in the forward of the module that it was sharded with: let the block that routes "
-    "hold it, or pass it to the block as an argument. Elsewhere .full_tensor() makes a DTensor plain"
+    "fully_shard sharded is whole only in the forward of the module that it was sharded with: let the block that "
+    "routes hold it, or pass it to the block as an argument. Elsewhere .full_tensor() makes a DTensor plain"
 )
 
 

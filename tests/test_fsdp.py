@@ -35,7 +35,7 @@ def test_a_step_is_that_of_one_process(results: dict[int, Results], world: int, 
 
 @pytest.mark.parametrize(("world", "case"), CASES, ids=str)
 def test_gradients_are_reduced_as_the_backward_goes(results: dict[int, Results], world: int, case: Case) -> None:
-    """Each unit's parameters are gathered, used and reduced before the next unit's; only the root's wait for the end."""
+    """A unit's parameters are gathered, used and reduced before the next unit's; only the root's wait for the end."""
     blocks = [f"blocks.{n}" for n in range(case.layers)]
     units = {"block": blocks, "group": [", ".join(blocks[:2]), ", ".join(blocks[2:])], "root": []}[case.unit]
     expected = [f"{event} {unit}" for unit in reversed(units) if unit for event in ("gather", "reduce")]

@@ -1,4 +1,4 @@
-"""Runs compiled decoders under DistributedDataParallel, and ``dtensor``'s cases: ``python -m tests.distributed.ddp FOLDER``."""
+"""Compiled decoders under DistributedDataParallel, and ``dtensor``: ``python -m tests.distributed.ddp FOLDER``."""
 
 from __future__ import annotations
 

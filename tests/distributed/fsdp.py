@@ -16,22 +16,16 @@ import torch._inductor.compile_fx  # before the processes fork, so that it is lo
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.fsdp._fully_shard import _fsdp_param_group as groups
 from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
-from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
-import mhar_compile
-from mhar_compile import Decoder, Router, route
+from mhar_compile import Decoder, Router, checkpoint_policy, compile_blocks, route
 from mhar_compile.compiler import joint_pass
 from mhar_compile.lowering.tracing import Trace, tracer
 from tests.distributed.launch import fork, run_cases
 from tests.distributed.matrix import FOUR, TWO, VOCABULARY, Case, batch, decoder, error, loss_of, single, step
-
-
-def saves_products(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    saved = op in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
-    return CheckpointPolicy.MUST_SAVE if saved else CheckpointPolicy.PREFER_RECOMPUTE
 
 
 def prepared(case: Case, found: Trace) -> Decoder:
@@ -41,13 +35,12 @@ def prepared(case: Case, found: Trace) -> Decoder:
         if case.checkpointing == "full":
             model.blocks[n] = checkpoint_wrapper(block)
         if case.checkpointing == "selective":
-            context = functools.partial(create_selective_checkpoint_contexts, saves_products)
+            context = functools.partial(create_selective_checkpoint_contexts, checkpoint_policy)
             model.blocks[n] = checkpoint_wrapper(block, context_fn=context)
     if case.compiler is not None:
         code = case.compiler == "inductor"
         passes = tracer(found, joint_pass(reports=found.reports.append, rewrite="always"))
-        for block in model.blocks:
-            block.compile(fullgraph=True, backend=mhar_compile.backend if code else passes)
+        compile_blocks(model, **({} if code else {"backend": passes}))
     policy = MixedPrecisionPolicy()
     if case.precision != "float32":
         cast = case.precision == "bfloat16"
@@ -149,9 +142,9 @@ def held_by_the_root(compiled: bool) -> dict[str, Any]:
     torch._dynamo.reset()
     parts, model, found = batch(dist.get_world_size()), Held(), Trace()
     passes = tracer(found, joint_pass(reports=found.reports.append, rewrite="always"))
+    if compiled:
+        compile_blocks(model, backend=passes)
     for block in model.blocks:
-        if compiled:
-            block.compile(fullgraph=True, backend=passes)
         fully_shard(block)
     fully_shard(model)
     values, log = train(model, parts[dist.get_rank()])
@@ -163,9 +156,9 @@ def kept_from_the_root(compiled: bool) -> dict[str, Any]:
     """A query that is kept from the root, sharded as it is, instead of passed from the root's forward."""
     torch._dynamo.reset()
     model = Held()
+    if compiled:
+        compile_blocks(model, backend="aot_eager")
     for block in model.blocks:
-        if compiled:
-            block.compile(fullgraph=True, backend="aot_eager")
         fully_shard(block)
     fully_shard(model)
     kept = model.routers[0].query
@@ -200,7 +193,7 @@ NARROW = MixedPrecisionPolicy(torch.bfloat16, reduce_dtype=torch.float32)
 
 
 def wide_embedding() -> dict[str, Any]:
-    """The embedding is sharded by itself and stays float32; every block computes in bfloat16 and returns all sources."""
+    """The embedding, sharded by itself, stays float32; every block computes in bfloat16 and returns all sources."""
     parts = batch(dist.get_world_size())
 
     def made() -> Decoder:
