@@ -2,8 +2,8 @@
 
 A checkpoint is a folder ``step-000000042`` in torch.distributed.checkpoint's format, with a ``checkpoint.json`` that
 says what belongs to it. It is written under another name, synchronised to the disk and then renamed, so whatever has
-its name is whole. Parameters are stored under the plain model's names: a run may go on with another number of processes, or
-sharded, checkpointed or compiled differently.
+its name is whole. Parameters are stored under the plain model's names: a run may go on in another number of processes,
+or sharded, checkpointed or compiled differently.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import (
     get_model_state_dict,
@@ -82,7 +82,7 @@ def save_checkpoint(
     state = state_of(model, optimizer)
     description = {"step": step, "extra": extra, "parameters": shapes_of(state["model"])}
     on_first_process(lambda: prepare(final, partial))
-    carry_out("write", partial, lambda: dcp.save(state, checkpoint_id=partial))
+    carry_out("write", partial, lambda: state_dict_saver.save(state, checkpoint_id=partial))
     on_first_process(lambda: publish(partial, final, description, keep))
     return final
 
@@ -115,7 +115,7 @@ def load_checkpoint(
     check_optimizer(model, optimizer)
     state = state_of(model, optimizer)
     check_parameters(path, description["parameters"], shapes_of(state["model"]))
-    carry_out("read", path, lambda: dcp.load(state, checkpoint_id=path))
+    carry_out("read", path, lambda: state_dict_loader.load(state, checkpoint_id=path))
     set_model_state_dict(model, state["model"])
     if optimizer is not None:
         set_optimizer_state_dict(model, optimizer, state["optimizer"])

@@ -54,20 +54,21 @@ def route_sharded(
     def local(parameter: Any) -> Tensor | None:
         if parameter is None:
             return None
-        plain: Tensor = parameter.redistribute(like.device_mesh, [Replicate()] * len(summed)).to_local(
+        whole: Tensor = parameter.redistribute(like.device_mesh, [Replicate()] * len(summed)).to_local(
             grad_placements=summed
         )
-        return plain
+        return whole
 
-    plain: list[Any] = [None if tensor is None else tensor.to_local() for tensor in tokens.values()]
+    every: list[Any] = list(tokens.values())
+    plain = [None if tensor is None else tensor.to_local() for tensor in every]
     result = function(plain[:-1], residual=plain[-1], **{n: local(p) for n, p in parameters.items()}, **options)
     if isinstance(result, Tensor):
-        return whole(result, like)
+        return placed(result, like)
     out, weights = result
-    return whole(out, like), whole(weights.movedim(0, -1), like).movedim(-1, 0)
+    return placed(out, like), placed(weights.movedim(0, -1), like).movedim(-1, 0)
 
 
-def whole(part: Tensor, like: Any) -> Tensor:
+def placed(part: Tensor, like: Any) -> Tensor:
     """This process's part [..., k] as a DTensor whose tokens are those of another [..., d]."""
     from torch.distributed.tensor import DTensor
 

@@ -61,7 +61,7 @@ def test_weights_alone(tmp_path: Path) -> None:
     assert load_checkpoint(tmp_path, other, None) is not None
     assert_same(other.state_dict(), model.state_dict())
     save_checkpoint(tmp_path, 1, model, None)
-    with pytest.raises(RuntimeError, match="could not read the checkpoint .*Missing key.*optimizer"):
+    with pytest.raises(RuntimeError, match=r"could not read the checkpoint .*Missing key.*optimizer"):
         load_checkpoint(tmp_path, *fresh())
 
 
@@ -127,7 +127,7 @@ def test_only_damaged_ones(tmp_path: Path) -> None:
 
 
 MOMENTS: dict[str, tuple[Any, str]] = {
-    "before the parts": (checkpoints.dcp, "save"),
+    "before the parts": (checkpoints.state_dict_saver, "save"),
     "before the description": (checkpoints.json, "dump"),
     "before the name": (checkpoints, "sync"),
     "before the oldest goes": (checkpoints, "checkpoints"),
@@ -193,19 +193,18 @@ def test_another_model(tmp_path: Path) -> None:
 
 def test_the_optimizer_of_another_model(tmp_path: Path) -> None:
     model, optimizer = trained()
-    for attempt in (
-        lambda m: save_checkpoint(tmp_path, 1, m, optimizer),
-        lambda m: load_checkpoint(tmp_path, m, optimizer),
-    ):
-        save_checkpoint(tmp_path, 0, model, None) if not list(tmp_path.iterdir()) else None
-        with pytest.raises(ValueError, match="of the optimizer's parameters are not the model's"):
-            attempt(fresh()[0])
+    other, _ = fresh()
+    with pytest.raises(ValueError, match="of the optimizer's parameters are not the model's"):
+        save_checkpoint(tmp_path, 1, other, optimizer)
+    save_checkpoint(tmp_path, 0, model, optimizer)
+    with pytest.raises(ValueError, match="of the optimizer's parameters are not the model's"):
+        load_checkpoint(tmp_path, other, optimizer)
 
 
 def test_the_wrong_kind_of_optimizer(tmp_path: Path) -> None:
     model, optimizer = trained()
     save_checkpoint(tmp_path, 1, model, optimizer)
-    with pytest.raises(RuntimeError, match="Missing key in checkpoint state_dict: optimizer.*momentum_buffer"):
+    with pytest.raises(RuntimeError, match=r"Missing key in checkpoint state_dict: optimizer.*momentum_buffer"):
         load_checkpoint(tmp_path, model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
 
 

@@ -30,7 +30,7 @@ def test_killed_and_resumed(tmp_path: Path, steps: int) -> None:
     for name in ("whole", "killed"):
         (tmp_path / name).mkdir()
     output, whole = soak(tmp_path / "whole", steps)
-    assert output.endswith("exit status 0\n"), output[-6000:]
+    assert output.endswith("exit status 0"), output[-6000:]
     for records in whole:
         assert [record["step"] for record in records] == list(range(steps))
         check_training(records)
@@ -44,7 +44,7 @@ def test_killed_and_resumed(tmp_path: Path, steps: int) -> None:
     assert {f".step-{killed:09}.partial", f"step-{killed - EVERY:09}"} <= names
 
     output, resumed = soak(tmp_path / "killed", steps)
-    assert output.endswith("exit status 0\n"), output[-6000:]
+    assert output.endswith("exit status 0"), output[-6000:]
     for records, expected in zip(resumed, whole, strict=True):
         assert curve(records[:killed]) == curve(expected[:killed])
         assert curve(records[killed:]) == curve(expected[killed - EVERY :])

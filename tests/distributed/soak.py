@@ -46,7 +46,7 @@ def model_of() -> Decoder:
 
 
 def batch(step: int, rank: int) -> Tensor:
-    """Tokens [B, T] of a shape that all processes share: counting sequences. A function of seed, step and rank alone."""
+    """Tokens [B, T] that count, of a shape that all processes share: a function of seed, step and rank alone."""
     shape = torch.Generator().manual_seed(SEED * 1_000_003 + step)
     size, length = (int(torch.randint(low, high, (), generator=shape)) for low, high in ((2, 6), (4, LONGEST + 1)))
     own = torch.Generator().manual_seed((SEED * 1_000_003 + step) * PROCESSES + rank)
@@ -92,7 +92,7 @@ def record(step: int, tokens: Tensor, loss: float, norm: float) -> dict[str, Any
 
 
 def killing(now: bool) -> Any:
-    """Within this context, now, the process kills itself when its file of a checkpoint is written, and others' may be."""
+    """A context in which, if now, the process kills itself when its own file of a checkpoint is written."""
 
     def finish(*arguments: Any) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
