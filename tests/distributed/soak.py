@@ -1,7 +1,7 @@
 """Trains a small decoder, compiled, checkpointed and sharded, on batches of random shape, in two processes.
 
-``python -m tests.distributed.soak FOLDER STEPS [KILLED]`` goes on from the newest checkpoint in FOLDER and appends
-to ``rank*.jsonl`` there. At step KILLED the second process kills itself while it saves.
+``python -m tests.distributed.soak FOLDER STEPS EVERY [KILLED]`` goes on from the newest checkpoint in FOLDER, saves
+one at EVERY so many steps, and appends to ``rank*.jsonl``. At step KILLED the second process kills itself as it saves.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from mhar_compile.checkpoints import load_checkpoint, save_checkpoint
 from tests.distributed.launch import fork
 from tests.distributed.matrix import loss_of
 
-PROCESSES, EVERY, SEED = 2, 10, 17
+PROCESSES, SEED = 2, 17
 VOCABULARY, LONGEST = 16, 24
 
 
@@ -54,7 +54,7 @@ def batch(step: int, rank: int) -> Tensor:
     return (start + stride * torch.arange(length)) % VOCABULARY
 
 
-def train(rank: int, folder: Path, steps: int, killed: int | None) -> None:
+def train(rank: int, folder: Path, steps: int, every: int, killed: int = 0) -> None:
     model = model_of()
     optimizer = torch.optim.AdamW(parameter_groups(model, lr=1e-2, weight_decay=0.1, routing_lr=3e-2))
     loaded = load_checkpoint(folder / "checkpoints", model, optimizer)
@@ -68,27 +68,25 @@ def train(rank: int, folder: Path, steps: int, killed: int | None) -> None:
             optimizer.step()
             optimizer.zero_grad()
             dist.all_reduce(loss := loss.detach())
-            print(json.dumps(record(step, tokens, loss.item(), norm.full_tensor().item())), file=log, flush=True)
-            if (step + 1) % EVERY == 0:
+            saves = (step + 1) % every == 0
+            found = record(step, tokens, loss.item(), norm.full_tensor().item()) | (memory() if saves else {})
+            print(json.dumps(found), file=log, flush=True)
+            if saves:
                 with killing(rank == 1 and step + 1 == killed):
                     save_checkpoint(folder / "checkpoints", step + 1, model, optimizer, keep=2, seed=SEED)
 
 
 def record(step: int, tokens: Tensor, loss: float, norm: float) -> dict[str, Any]:
-    """What is compared between runs, and what must not grow: pages of memory and tensors that Python knows of."""
-    pages, tensors = 0, 0
-    if (step + 1) % EVERY == 0:
-        gc.collect()
-        pages = int(Path("/proc/self/statm").read_text().split()[1])
-        tensors = sum(issubclass(type(found), Tensor) for found in gc.get_objects())
-    return {
-        "step": step,
-        "shape": list(tokens.shape),
-        "loss": loss / PROCESSES,
-        "norm": norm,
-        "bytes": pages * os.sysconf("SC_PAGE_SIZE"),
-        "tensors": tensors,
-    }
+    """What is compared between runs."""
+    return {"step": step, "shape": list(tokens.shape), "loss": loss / PROCESSES, "norm": norm}
+
+
+def memory() -> dict[str, int]:
+    """What must not grow: resident memory, and the tensors that Python knows of."""
+    gc.collect()
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    tensors = sum(issubclass(type(found), Tensor) for found in gc.get_objects())
+    return {"bytes": pages * os.sysconf("SC_PAGE_SIZE"), "tensors": tensors}
 
 
 def killing(now: bool) -> Any:
@@ -102,5 +100,5 @@ def killing(now: bool) -> Any:
 
 
 if __name__ == "__main__":
-    folder, steps, *rest = sys.argv[1:]
-    fork(train, PROCESSES, Path(folder), Path(folder), int(steps), int(rest[0]) if rest else None)
+    folder, *numbers = sys.argv[1:]
+    fork(train, PROCESSES, Path(folder), Path(folder), *map(int, numbers))
