@@ -219,7 +219,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Results:
     def make(folder: Path) -> str:
         model, optimizer = trained()
         save_checkpoint(folder / "single", 3, model, optimizer, who="one process")
-        return run("tests.distributed.checkpoints", folder, timeout=120)
+        return run("tests.distributed.checkpoints", folder, timeout=300)
 
     return Results(once(tmp_path_factory.getbasetemp(), "checkpoints", make), 2)
 

@@ -11,7 +11,7 @@ from tests.distributed.launch import Results, once, run
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> Results:
-    folder = once(tmp_path_factory.getbasetemp(), "ddp", lambda path: run("tests.distributed.ddp", path, timeout=240))
+    folder = once(tmp_path_factory.getbasetemp(), "ddp", lambda path: run("tests.distributed.ddp", path, timeout=500))
     return Results(folder, 2)
 
 

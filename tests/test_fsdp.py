@@ -17,7 +17,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Results]:
 
 def started(tmp_path_factory: pytest.TempPathFactory, world: int) -> Results:
     def make(folder: object) -> str:
-        return run("tests.distributed.fsdp", folder, world, timeout=400)
+        return run("tests.distributed.fsdp", folder, world, timeout=500)
 
     return Results(once(tmp_path_factory.getbasetemp(), f"fsdp{world}", make), world)
 

@@ -59,24 +59,28 @@ def shard(model: Decoder, unit: str, **options: Any) -> None:
 
 @contextmanager
 def events() -> Iterator[list[str]]:
-    """What FSDP2 does in a backward: "gather", "reduce" with the name of what is sharded together, and "end"."""
+    """What FSDP2 does in a backward: "gather" and "reduce" with the name of what is sharded together, and "end"."""
     log: list[str] = []
+    reduced: list[str] = []
 
-    def noted(owner: Any, name: str, text: Callable[[Any], str]) -> Any:
+    def noted(owner: Any, name: str, note: Callable[..., None]) -> Any:
         original = getattr(owner, name)
 
-        def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-            if not log or log[-1] != text(self):
-                log.append(text(self))
-            return original(self, *args, **kwargs)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            note(*args)
+            return original(*args, **kwargs)
 
         return mock.patch.object(owner, name, call)
 
-    group = groups.FSDPParamGroup
+    def gather(group: Any, *_: Any) -> None:  # called by each output of a unit
+        if log[-1:] != [f"gather {group._module_fqn}"]:
+            log.append(f"gather {group._module_fqn}")
+
     with (
-        noted(group, "pre_backward", lambda self: f"gather {self._module_fqn}"),
-        noted(group, "post_backward", lambda self: f"reduce {self._module_fqn}"),
-        noted(FSDPState, "_root_post_backward_final_callback", lambda self: "end"),
+        noted(groups.FSDPParamGroup, "pre_backward", gather),
+        noted(groups.FSDPParamGroup, "post_backward", lambda group, *_: reduced.append(group._module_fqn)),
+        noted(groups, "foreach_reduce", lambda *_: log.append(f"reduce {reduced[-1]}")),
+        noted(FSDPState, "_root_post_backward_final_callback", lambda _: log.append("end")),
     ):
         yield log
 

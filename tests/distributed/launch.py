@@ -40,15 +40,17 @@ def run(module: str, *arguments: object, timeout: float) -> str:
         text=True,
         start_new_session=True,
     )
+    late = ""
     try:
         output, _ = process.communicate(timeout=timeout)
-    except subprocess.TimeoutExpired as error:
-        output = f"stopped after {timeout} s\n{(error.output or b'').decode(errors='replace')}"
+    except subprocess.TimeoutExpired:
+        late = f", stopped after {timeout} s"
+        os.killpg(process.pid, signal.SIGKILL)
+        output, _ = process.communicate()
     finally:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
-    return f"{output}\nexit status {process.returncode}"
+    return f"{output}\nexit status {process.returncode}{late}"
 
 
 def once(root: Path, name: str, make: Callable[[Path], str]) -> Path:
@@ -74,7 +76,7 @@ def fork(worker: Callable[..., None], world: int, folder: Path, *arguments: Any)
 def member(rank: int, worker: Callable[..., None], world: int, store: Path, *arguments: Any) -> None:
     torch.set_num_threads(1)
     dist.init_process_group(
-        "gloo", init_method=f"file://{store}", rank=rank, world_size=world, timeout=timedelta(seconds=90)
+        "gloo", init_method=f"file://{store}", rank=rank, world_size=world, timeout=timedelta(seconds=180)
     )
     worker(rank, *arguments)
     dist.destroy_process_group()
