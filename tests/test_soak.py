@@ -51,7 +51,7 @@ def test_killed_and_resumed(tmp_path: Path, steps: int) -> None:
 
 def check_training(records: list[dict[str, Any]]) -> None:
     """Many shapes, and a loss that falls."""
-    assert len({tuple(record["shape"]) for record in records}) > len(records) // 3
+    assert len({tuple(record["shape"]) for record in records}) > 20
     losses = [record["loss"] for record in records]
     assert sum(losses[-10:]) < 0.9 * sum(losses[:10])
 
