@@ -262,7 +262,7 @@ class TestCompiled:
         self.check(decoder, torch.compile(decoder, backend="aot_eager", fullgraph=True), some_tokens())
 
     def test_inductor(self):
-        decoder = trained("mhar", layers=2)
+        decoder = trained("mhar", layers=2).double()  # in float32 a large gradient may miss check's tolerance
         self.check(decoder, torch.compile(decoder, fullgraph=True), some_tokens())
 
     @pytest.mark.parametrize("residual", ["mhar", "delta"])
