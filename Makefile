@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 DIST := build/dist
 
-.PHONY: setup demo test test-long lint types perf numerics wheel clean
+.PHONY: setup demo test test-long soak lint types perf numerics wheel clean
 
 setup: $(INSTALLED)
 
@@ -23,6 +23,10 @@ test: setup
 
 test-long: setup
 	$(BIN)/python -m pytest -m long
+
+# Trains in two processes for 300 steps, kills one, resumes, and compares.
+soak: setup
+	$(BIN)/python -m pytest tests/test_soak.py -m long
 
 lint: setup
 	$(BIN)/ruff format --check .

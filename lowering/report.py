@@ -7,6 +7,11 @@ from dataclasses import dataclass, field, fields
 from . import model
 from .planning import Plan, adds_of
 
+PIECES = (
+    "the passes saw {} pieces of the model: a source is scored and pulled anew in each that it enters; pieces come "
+    "from graph breaks, blocks compiled one by one, and DDP (unless torch._dynamo.config.optimize_ddp is False)"
+)
+
 
 @dataclass
 class Report:
@@ -79,7 +84,8 @@ class Report:
         rows = [(f.name.replace("_", " "), text(getattr(self, f.name))) for f in fields(self)]
         width, digits = (max(len(row[n]) for row in rows) for n in (0, 1))
         lines = [f"{name:<{width}}  {value:>{digits}}" for name, value in rows]
-        return "\n".join([*lines, *(f"  {reason}" for reason in self.left_alone)])
+        pieces = [PIECES.format(self.graphs)] if self.graphs > 1 else []
+        return "\n".join([*lines, *(f"  {reason}" for reason in [*pieces, *self.left_alone])])
 
 
 def summed(reports: list[Report]) -> Report:

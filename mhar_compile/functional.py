@@ -8,6 +8,8 @@ from typing import Literal, overload
 import torch
 from torch import Tensor
 
+from .sharded import any_sharded, route_sharded
+
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
@@ -78,19 +80,28 @@ def route(
     Parameters (query, key_weight, null_source, gate) may have another float dtype than the sources; their gradients
     take the parameter's dtype. Every tensor argument has a first-order gradient.
 
+    All tensors may be DTensors: sources and residual of the same placements, Replicate or Shard of any dimension but
+    the last, parameters of any. Each process routes the tokens that it holds; the results are placed like the sources.
+
     Returns:
         The output [..., d] in the sources' dtype; with return_weights also the weights [N, ..., H] in float32 (float64
         for float64 sources). The weights carry no gradient.
 
     Raises:
         TypeError: an argument is not a tensor (or a sequence of them), a dtype is not a supported float, or eps or
-            heads is not a number.
-        ValueError: no sources, shapes, dtypes or devices that do not fit, d not divisible by H, eps out of range.
+            heads is not a number; DTensors and plain tensors are mixed.
+        ValueError: no sources, shapes, dtypes or devices that do not fit, d not divisible by H, eps out of range;
+            DTensors whose placements differ or shard the width.
         RuntimeError: double backward, forward mode or a torch.func transform, none of which is supported.
     """
     rows = list(sources.unbind(0)) if isinstance(sources, Tensor) and sources.dim() > 1 else sources
     like = check_sources(rows, null_source, residual)
     rows = list(rows)
+    if any_sharded((*rows, query, key_weight, null_source, residual, gate)):
+        parameters = {"query": query, "key_weight": key_weight, "null_source": null_source, "gate": gate}
+        options = {"heads": heads, "eps": eps, "return_weights": return_weights}
+        result: Tensor | tuple[Tensor, Tensor] = route_sharded(route, rows, residual, parameters, **options)
+        return result
     query = query_by_head(query, heads, like)
     check_parameters(like, key_weight, null_source, gate)
     check_eps(eps)
