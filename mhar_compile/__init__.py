@@ -15,15 +15,20 @@ from .router import Router  # noqa: E402
 
 if _TYPE_CHECKING:
     from .compiler import backend, explain, inductor_options
+    from .deployment import expand, package
 
-__all__ = ["Decoder", "DecoderConfig", "Router", "backend", "explain", "inductor_options", "ops", "route"]
+__all__ = [
+    "Decoder", "DecoderConfig", "Router", "backend", "expand", "explain", "inductor_options", "ops", "package", "route",
+]  # fmt: skip
 __version__ = "0.1.0"
 
 
 def __getattr__(name: str) -> object:
-    """What needs Inductor is imported when it is asked for: ``backend``, ``explain`` and ``inductor_options``."""
-    if name not in ("backend", "explain", "inductor_options"):
+    """What needs a compiler is imported when it is asked for."""
+    if name in ("backend", "explain", "inductor_options"):
+        from . import compiler as module
+    elif name in ("expand", "package"):
+        from . import deployment as module
+    else:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from . import compiler
-
-    return getattr(compiler, name)
+    return getattr(module, name)
