@@ -26,9 +26,11 @@ __version__ = "0.1.0"
 def __getattr__(name: str) -> object:
     """What needs a compiler is imported when it is asked for."""
     if name in ("backend", "explain", "inductor_options"):
-        from . import compiler as module
-    elif name in ("expand", "package"):
-        from . import deployment as module
-    else:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(module, name)
+        from . import compiler
+
+        return getattr(compiler, name)
+    if name in ("expand", "package"):
+        from . import deployment
+
+        return getattr(deployment, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

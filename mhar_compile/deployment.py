@@ -32,7 +32,7 @@ def expand(program: ExportedProgram) -> ExportedProgram:
         ValueError: it holds other operators of this package, as a program with a backward does.
     """
     check_program("expand", program)
-    expanded = program.run_decompositions({torch.ops.mhar.route.default: expansion.route})
+    expanded: ExportedProgram = program.run_decompositions({torch.ops.mhar.route.default: expansion.route})
     if left := {str(node.target) for node in our_nodes(expanded)}:
         raise ValueError(
             f"expand: the program holds {', '.join(sorted(left))}, expected mhar.route alone; export the forward of a "

@@ -19,6 +19,8 @@ from mhar_compile import Decoder, DecoderConfig, Router
 from mhar_compile.ops import expansion, reference
 from mhar_compile.testing import Problem, assert_within_budget, problems, ratios
 
+pytestmark = pytest.mark.filterwarnings("ignore:.isinstance.treespec, LeafSpec:FutureWarning")  # torch warns of itself
+
 ROWS: list[tuple[Any, bool, torch.dtype]] = [
     (residual, strict, (torch.float32, torch.bfloat16)[(n + strict) % 2])
     for (n, residual), strict in itertools.product(enumerate(["mhar", "attnres", "block", "delta"]), (False, True))
