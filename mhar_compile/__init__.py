@@ -18,6 +18,7 @@ from .router import Router  # noqa: E402
 
 if _TYPE_CHECKING:
     from .compiler import backend, explain, inductor_options
+    from .deployment import expand, package
 
 __all__ = [
     "Blocks",
@@ -27,9 +28,11 @@ __all__ = [
     "backend",
     "checkpoint_policy",
     "compile_blocks",
+    "expand",
     "explain",
     "inductor_options",
     "ops",
+    "package",
     "parameter_groups",
     "route",
 ]
@@ -37,9 +40,13 @@ __version__ = "0.1.0"
 
 
 def __getattr__(name: str) -> object:
-    """What needs Inductor is imported when it is asked for: ``backend``, ``explain`` and ``inductor_options``."""
-    if name not in ("backend", "explain", "inductor_options"):
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from . import compiler
+    """What needs a compiler is imported when it is asked for."""
+    if name in ("backend", "explain", "inductor_options"):
+        from . import compiler
 
-    return getattr(compiler, name)
+        return getattr(compiler, name)
+    if name in ("expand", "package"):
+        from . import deployment
+
+        return getattr(deployment, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
