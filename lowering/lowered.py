@@ -110,7 +110,9 @@ class Lowering:
         """A null source is read at one site."""
 
         def body(*args: Any) -> Any:
-            grad, dfolded = steps.pull_null(*args[:-1], folded=args[-1].select(0, sites[0]))
+            source, rstd, known, dout, lse, coupling, gate, queries = args
+            query = queries.select(0, sites[0])
+            grad, dfolded = steps.pull_null(source, rstd, known, dout, lse, coupling, gate, query)
             return [grad], dfolded
 
         self.expand(node, body, [x[0] for x in (sources, rstds, logits, grad_outs, lses, couplings, gates)] + [folded])

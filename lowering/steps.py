@@ -166,9 +166,8 @@ def pull(
             after = (grads if places is runs[-1] else between)[few]
             known = [row.narrow(0, lowest - first, count) for row, first in zip(logits[few], firsts[few], strict=True)]
             dlogits = [torch.empty_like(row) for row in known]
-            douts, levels, coupled, scales = (
-                [x[place] for place in places] for x in (grad_outs, lses, couplings, gates)
-            )
+            douts, levels, coupled = ([x[place] for place in places] for x in (grad_outs, lses, couplings))
+            scales = [gates[place] for place in places]
             queries = folded.narrow(0, lowest, count)
             run(
                 pull_launch(
