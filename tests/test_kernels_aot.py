@@ -217,7 +217,8 @@ def test_offsets_are_64_bits_wide(launches):
             for left, operation, rest in lines
         }
         for _, operation, rest in lines:
-            if operation == "tt.addptr" and "i64" not in rest.split(" : ")[1].split(", ")[-1]:
+            bounded = name == "pull" and rest.startswith("%queries, ")  # RECTANGLE rows at most
+            if operation == "tt.addptr" and "i64" not in rest.split(" : ")[1].split(", ")[-1] and not bounded:
                 offset = definitions["offset"] = ("arith.", [re.findall(r"%[\w#]+", rest)[1]])
                 assert is_static("offset", definitions), f"{name}: {rest} {offset}"
             checked += operation == "tt.addptr"
