@@ -205,10 +205,10 @@ def pull_null(
 
 
 def rounded_through(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """x rounded to dtype and back; by way of integers, since a compiler drops a cast that another undoes."""
+    """x rounded to dtype and back; by way of an integer operation, since Inductor drops a cast that another undoes."""
     if dtype == torch.float32:
         return x
-    return x.to(dtype).view(torch.int16).view(dtype).float()
+    return (x.to(dtype).view(torch.int16) & -1).view(dtype).float()
 
 
 def unfold(
