@@ -8,7 +8,8 @@ import torch
 pytest.importorskip("triton", reason="the kernels are written in Triton")
 
 from mhar_compile import Decoder, route
-from perf.codegen import modules
+from mhar_compile.compiler import HOOK, LOWERING
+from perf.codegen import generator, modules
 
 OURS = ("score", "mix", "coupling", "pull", "query_gradient", "site_sums", "site_forward", "site_backward")
 LAYERS = 3
@@ -86,3 +87,46 @@ def test_nothing_is_copied_for_the_kernels(generated, residual):
 def test_buffers_are_reused(generated):
     for module in generated["mhar"]:
         assert module.body.count("# reuse") >= SITES
+
+
+def test_a_deep_chain_has_few_binaries():
+    """As many as 73 sites, since binaries depend on the width, the rectangles' sizes and what is carried, not on N."""
+    x = torch.empty(2, 64, 1280, dtype=torch.bfloat16, device="meta", requires_grad=True)
+    forward, backward = modules(Chain(24, 1280, 8), x)
+    assert sum(ours(forward.binaries).values()) + sum(ours(backward.binaries).values()) <= 12
+    assert ours(forward.launches)["score"] == 24
+
+
+@pytest.mark.long
+def test_73_sites_have_few_binaries():
+    x = torch.empty(2, 1024, 1280, dtype=torch.bfloat16, device="meta", requires_grad=True)
+    forward, backward = modules(Chain(73, 1280, 8), x)
+    assert sum(ours(forward.binaries).values()) + sum(ours(backward.binaries).values()) <= 12
+    assert "mhar." not in forward.body + backward.body
+
+
+def test_batch_and_length_may_be_symbols():
+    forward, backward = modules(decoder("delta"), tokens(), dynamic=True, rewrite="always")
+    for module in (forward, backward):
+        assert "mhar." not in module.body
+        calls = re.findall(r"(?:mix|coupling|pull)_named_\d+\.run\((.*), stream=", module.body)
+        assert calls
+        assert all(re.search(r"\bs\d+\b", call) for call in calls), "grids and token counts come from the sizes"
+
+
+def test_inference_graphs_are_lowered():
+    with torch.no_grad():
+        (module,) = modules(decoder("mhar"), tokens(), rewrite="always")
+    assert module.kind == "inference"
+    assert ours(module.launches) == {"score": SITES, "mix": SITES}
+
+
+def test_without_our_options_operators_stay():
+    found = []
+    torch._dynamo.reset()
+    options = {HOOK: lambda graph: None, LOWERING: None}
+    with torch.no_grad(), torch._inductor.config.patch(compile_threads=1, fx_graph_cache=False):
+        torch.compile(Chain(2, 64, 2), backend=generator(found, options))(torch.empty(3, 64, device="meta"))
+    torch._dynamo.reset()
+    assert found[0].body.count("torch.ops.mhar.route.default(") == 2
+    assert ours(found[0].launches) == {}
