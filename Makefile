@@ -46,7 +46,7 @@ perf: setup
 	mkdir -p build/perf
 	$(BIN)/python -m perf.gate
 	$(BIN)/python -m pytest perf $(BENCHMARK) --benchmark-json=build/perf/cpu.json
-	$(BIN)/python -m perf.compare perf/baseline/cpu.json build/perf/cpu.json
+	$(BIN)/python -m perf.compare perf/baseline/cpu.json build/perf/cpu.json --same-device
 
 # Needs a GPU: correctness and times of the kernels, then the benchmarks of `make perf`.
 perf-gpu: setup

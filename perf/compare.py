@@ -6,6 +6,9 @@ how much two equal yardsticks differed), and otherwise its median time. Slower i
 
     old * (1 + tolerance + 2 (noise of old + noise of new), at most 1 + limit)
 
+With ``--same-device`` records of two kinds of processors or cards are shown but not judged: ratios depend on it. With
+``--record REASON`` OLD becomes what NEW is, and keeps the reason.
+
 Ends with 0 where nothing is slower, 1 where something is slower or missing, 2 where the files cannot be compared.
 """
 
@@ -14,6 +17,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+import time
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -99,8 +103,8 @@ def from_sections(sections: dict[str, Any]) -> dict[str, Result]:
     found = {}
     for name, section in sections.items():
         for row in section["rows"]:
-            time = next((row[key] for key in TIMES if key in row), None)
-            value = row.get("ratio", time) if time is not None else None
+            duration = next((row[key] for key in TIMES if key in row), None)
+            value = row.get("ratio", duration) if duration is not None else None
             if value is not None:
                 words = [
                     name,
@@ -108,6 +112,39 @@ def from_sections(sections: dict[str, Any]) -> dict[str, Result]:
                 ]
                 found[", ".join(words)] = Result(float(value), float(row.get("noise", 0)))
     return found
+
+
+def device(path: Path) -> str | None:
+    """Where a file's benchmarks ran: the card, or the kind of processor."""
+    content = json.loads(path.read_text())
+    origin = content.get("origin") or content.get("machine_info", {}).get("origin", {})
+    return origin.get("device") if origin.get("driver") else origin.get("cpu")
+
+
+def recorded(old: Path, new: Path, reason: str) -> int:
+    """Make the benchmarks of NEW those of OLD, without what changes from run to run; the reasons so far are kept."""
+    if not reason.strip():
+        print("--record needs a reason, which is kept in the file")
+        return 2
+    try:
+        read(new)
+    except ValueError as error:
+        print(error)
+        return 2
+    content = json.loads(new.read_text())
+    history = json.loads(old.read_text()).get("history", []) if old.exists() else []
+    entry = {"reason": reason, "date": time.strftime("%Y-%m-%d", time.gmtime())}
+    kept = {key: content[key] for key in ("origin", "sections") if key in content}
+    if "benchmarks" in content:
+        kept = {"machine_info": {"origin": content.get("machine_info", {}).get("origin", {})}}
+        kept["benchmarks"] = [
+            {"name": b["name"], "stats": {"median": b["stats"]["median"]}, "extra_info": b.get("extra_info", {})}
+            for b in content["benchmarks"]
+        ]
+    old.parent.mkdir(parents=True, exist_ok=True)
+    old.write_text(json.dumps({"history": [*history, entry], **kept}, indent=1) + "\n")
+    print(f"{len(read(old))} benchmarks recorded in {old}")
+    return 0
 
 
 def compared(old: dict[str, Result], new: dict[str, Result], tolerances: dict[str, float]) -> list[Row]:
@@ -143,7 +180,11 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument(
         "--tolerance", action="append", default=[], metavar="[PATTERN=]15%%", help="may be slower by; 10%% by default"
     )
+    parser.add_argument("--same-device", action="store_true", help="judge only what ran on the same kind of device")
+    parser.add_argument("--record", metavar="REASON", help="make OLD what NEW is, with the reason")
     options = parser.parse_args(arguments)
+    if options.record is not None:
+        return recorded(options.old, options.new, options.record)
     try:
         rows = compared(read(options.old), read(options.new), parsed_tolerances(options.tolerance))
     except ValueError as error:
@@ -151,6 +192,10 @@ def main(arguments: list[str] | None = None) -> int:
         return 2
     print(f"{'':<8} {'benchmark':<64} {'old':>10} {'new':>10} {'change':>8} {'allowed':>8}")
     print(*rows, sep="\n")
+    devices = device(options.old), device(options.new)
+    if options.same_device and devices[0] != devices[1]:
+        print(f"not judged: {devices[0]} and {devices[1]} are not the same; record a baseline of your own by --record")
+        return 0
     return int(any(row.verdict in ("SLOWER", "MISSING") for row in rows))
 
 

@@ -78,6 +78,28 @@ def test_results_of_our_own(tmp_path, capsys):
     assert "SLOWER   sites, ours, 8B, forward" in capsys.readouterr().out
 
 
+def test_another_device_is_shown_and_not_judged(tmp_path, written, capsys):
+    files = [written("old", {"step": 1.0}), written("new", {"step": 2.0})]
+    for path, cpu in zip(files, ("one", "another"), strict=True):
+        content = json.loads(Path(path).read_text())
+        Path(path).write_text(json.dumps(content | {"machine_info": {"origin": {"driver": None, "cpu": cpu}}}))
+    assert main([*files, "--same-device"]) == 0
+    assert "SLOWER" in capsys.readouterr().out
+    assert main(files) == 1
+    assert main([files[0], files[0], "--same-device"]) == 0
+
+
+def test_a_record_asks_for_a_reason_and_keeps_it(tmp_path, written, capsys):
+    baseline, new = str(tmp_path / "folder" / "baseline.json"), written("new", {"step": 2.0}, ratio=1.1)
+    assert main([baseline, new, "--record", " "]) == 2
+    assert main([baseline, str(tmp_path / "absent"), "--record", "first"]) == 2
+    for reason in ("first", "second"):
+        assert main([baseline, new, "--record", reason]) == 0
+    assert [entry["reason"] for entry in json.loads(Path(baseline).read_text())["history"]] == ["first", "second"]
+    assert main([baseline, new]) == 0
+    assert main([baseline, written("slower", {"step": 2.0}, ratio=2.2)]) == 1
+
+
 @pytest.mark.parametrize("text", ["no json", "{}", '{"benchmarks": []}', '{"sections": {"sites": {"rows": []}}}'])
 def test_what_cannot_be_compared(tmp_path, written, text, capsys):
     path = tmp_path / "bad.json"
