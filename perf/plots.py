@@ -61,7 +61,7 @@ def bars(results: dict[str, Any]) -> Any:
     millions = {(row["width"], row["layers"]): row["parameters"] / 1e6 for row in rows if row["name"] == names[0]}
     axis.set_xticks(range(len(sizes)), [f"d {w}, {n} layers\n{millions[w, n]:.1f} M" for w, n in sizes], fontsize=8)
     axis.set_ylabel("step / step with pre-norm")
-    axis.legend(fontsize=8, loc="lower right")
+    axis.legend(fontsize=8, loc="upper right")
     figure.suptitle(f"compiled training step; {place(results)}", fontsize=9)
     return figure
 
