@@ -35,12 +35,11 @@ def least_seconds(steps: dict[str, Step], rounds: int = 12, device: str = DEVICE
 
     Where these two differ by more than QUIET there are more rounds, BATCHES times as many at most.
     """
-    for step in steps.values():
-        step()
     least = dict.fromkeys(steps, float("inf"))
     for _ in range(BATCHES):
         for _ in range(rounds):
             for name, step in steps.items():
+                step()  # the memory and the caches that it finds are then its own, not those of the step before
                 least[name] = min(least[name], seconds(step, device))
         if noise(least) <= QUIET:
             break

@@ -9,9 +9,11 @@ from perf import bench
 
 
 @pytest.fixture(autouse=True)
-def one_thread():
+def setting():
     torch.set_num_threads(1)
     torch.manual_seed(0)
+    with torch._dynamo.config.patch(recompile_limit=100):  # all decoders are of one class
+        yield
 
 
 def pytest_benchmark_update_machine_info(config, machine_info):

@@ -31,7 +31,14 @@ def copy_bandwidth():
     return clock.copy_bandwidth(bench.DEVICE, 2**30 if bench.DEVICE == "cuda" else 2**26)
 
 
-@pytest.mark.parametrize(("tokens", "width", "heads", "count", "dtype"), CASES)
+def named(case):
+    *sizes, dtype = case
+    return "-".join(
+        (*(f"{n} {size}" for n, size in zip(("tokens", "d", "H", "N"), sizes, strict=True)), str(dtype)[6:])
+    )
+
+
+@pytest.mark.parametrize(("tokens", "width", "heads", "count", "dtype"), CASES, ids=map(named, CASES))
 def test_site(benchmark, tokens, width, heads, count, dtype):
     def normal(*size):
         return torch.randn(size, dtype=dtype, device=bench.DEVICE, requires_grad=True)

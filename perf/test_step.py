@@ -20,6 +20,7 @@ PRESET, LAYERS, TOKENS = ("100m", 12, (8, 2048)) if ON_GPU else ("tiny", 3, (4, 
 CASES = [("mhar", torch.bfloat16), ("block", torch.bfloat16), ("delta", torch.bfloat16)]
 if not ON_GPU:
     CASES = [("mhar", torch.float32), ("mhar", torch.bfloat16), ("block", torch.float32), ("delta", torch.float32)]
+IDS = [f"{residual}-{dtype}".replace("torch.", "") for residual, dtype in CASES]
 
 
 def decoder_step(residual, dtype, rewrite):
@@ -66,17 +67,17 @@ def reported(benchmark, residual, dtype, own, other):
     return ratio, noise
 
 
-@pytest.mark.parametrize(("residual", "dtype"), CASES, ids=str)
+@pytest.mark.parametrize(("residual", "dtype"), CASES, ids=IDS)
 def test_step_to_prenorm(benchmark, residual, dtype):
     reported(benchmark, residual, dtype, "passes", "prenorm")
 
 
-@pytest.mark.parametrize(("residual", "dtype"), CASES, ids=str)
+@pytest.mark.parametrize(("residual", "dtype"), CASES, ids=IDS)
 def test_step_without_passes_to_prenorm(benchmark, residual, dtype):
     reported(benchmark, residual, dtype, "yardstick", "prenorm")
 
 
-@pytest.mark.parametrize(("residual", "dtype"), CASES, ids=str)
+@pytest.mark.parametrize(("residual", "dtype"), CASES, ids=IDS)
 def test_the_passes_make_no_step_slower(benchmark, residual, dtype):
     ratio, noise = reported(benchmark, residual, dtype, "passes", "yardstick")
     assert ratio <= 1.02 + 2 * noise, f"with the passes {ratio:.3f} of the time without, noise {noise:.3f}"
