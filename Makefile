@@ -4,8 +4,9 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 DIST := build/dist
+BENCHMARK := --benchmark-enable --benchmark-only --benchmark-columns=median,iqr,rounds
 
-.PHONY: setup demo test test-long soak lint types perf numerics wheel clean
+.PHONY: setup demo test test-long soak lint types perf perf-gpu plots numerics wheel clean
 
 setup: $(INSTALLED)
 
@@ -40,8 +41,22 @@ types: setup
 	cp -r ops lowering build/types/mhar_compile/
 	cd build/types && ../../$(BIN)/mypy --config-file ../../pyproject.toml -p mhar_compile
 
+# First what can be counted, on all cores, then what must be timed, alone.
 perf: setup
-	$(BIN)/python -m pytest perf --benchmark-enable --benchmark-only --benchmark-columns=median,iqr,rounds
+	mkdir -p build/perf
+	$(BIN)/python -m perf.gate
+	$(BIN)/python -m pytest perf $(BENCHMARK) --benchmark-json=build/perf/cpu.json
+	$(BIN)/python -m perf.compare perf/baseline/cpu.json build/perf/cpu.json --same-device
+
+# Needs a GPU: correctness and times of the kernels, then the benchmarks of `make perf`.
+perf-gpu: setup
+	$(BIN)/python -m perf.gpu
+	$(BIN)/python -m pytest perf $(BENCHMARK) --benchmark-json=perf/results/gpu-benchmarks.json
+
+# Measures on this machine what the plots show, and draws them from the stored results.
+plots: setup
+	$(BIN)/python -m perf.sweep
+	$(BIN)/python -m perf.plots
 
 numerics: setup
 	$(BIN)/python -m perf.numerics
