@@ -12,11 +12,11 @@ from torch import Tensor
 from torch._guards import detect_fake_mode
 from torch.fx import Graph, Node
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.experimental.symbolic_shapes import statically_known_true
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from . import launch, steps
 from .generated import emit
-from .versions import CustomGraphPass, combined, graph_passes
 
 mhar = torch.ops.mhar
 LAUNCHED: dict[Any, Callable[..., Any]] = {
@@ -30,37 +30,13 @@ LAUNCHED: dict[Any, Callable[..., Any]] = {
 KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
-class LoweringPass(CustomGraphPass):
-    """Inductor's ``post_grad_custom_pre_pass``: the user's own passes first, then ours.
-
-    Args:
-        key: changes with everything that decides what this pass makes of a graph.
-        expansions: plain PyTorch for the operators that are too small for a kernel, which Inductor then fuses.
-        before: the user's own pass, or passes.
-    """
-
-    def __init__(self, key: str, expansions: Mapping[Any, Callable[..., Any]], before: Any = None) -> None:
-        self.key = key
-        self.expansions = dict(expansions)
-        self.before = graph_passes(before)
-
-    def __call__(self, graph: Graph) -> None:
-        for step in self.before:
-            step(graph)
-        Lowering(graph, self.expansions).run()
-
-    def uuid(self) -> Any:
-        """Changes with this package, torch and the user's own passes; None switches caching off."""
-        return combined(self.key, self.before)
-
-
 class Lowering:
     """A graph whose operators are being replaced."""
 
     def __init__(self, graph: Graph, expansions: Mapping[Any, Callable[..., Any]], device: str = "cuda") -> None:
         self.graph, self.expansions, self.device = graph, expansions, device
-        self.shares: dict[Node, Node] = {}  # by the folded queries: what pulls add the gradients of queries to
-        self.pulled: dict[Node, Node] = {}  # gradients of queries that are in shares, and their folded queries
+        self.shares: dict[Node, Node] = {}  # by the unfold that reads it: what pulls add the gradients of queries to
+        self.pulled: set[Node] = set()  # gradients of queries that are in shares
 
     def run(self) -> None:
         for node in list(self.graph.nodes):
@@ -72,7 +48,10 @@ class Lowering:
         if getattr(node.target, "namespace", None) != "mhar":
             return False
         tensors = [arg.meta["val"] for arg in node.all_input_nodes if isinstance(arg.meta["val"], Tensor)]
-        return all(x.device.type == self.device and x.dtype != torch.float64 and x.numel() != 0 for x in tensors)
+        return all(
+            x.device.type == self.device and x.dtype != torch.float64 and statically_known_true(x.numel() != 0)
+            for x in tensors
+        )
 
     def lower(self, node: Node) -> None:
         args: list[Any] = list(node.args)
@@ -92,16 +71,19 @@ class Lowering:
         parts = {user.args[1]: user for user in node.users}
         folded, dqueries = args[9], parts.get(1)
         with self.graph.inserting_before(node):
-            if dqueries is not None and folded not in self.shares:
-                self.shares[folded] = self.traced(steps.new_shares, [folded])
-            shares = None if dqueries is None else self.shares[folded]
+            shares = None
+            if dqueries is not None:
+                (unfold,) = dqueries.users  # not by the folded queries: families may have the same
+                if unfold not in self.shares:
+                    self.shares[unfold] = self.traced(steps.new_shares, [folded])
+                shares = self.shares[unfold]
             grads = self.traced(partial(steps.pull, run=emit), [*args, shares])
         if 0 in parts:
             replace(parts[0], grads)
         if dqueries is None:
             self.graph.erase_node(node)
         else:
-            self.pulled[dqueries] = folded
+            self.pulled.add(dqueries)
 
     def pull_null(
         self, node: Node, sources: Any, rstds: Any, logits: Any, firsts: Any, sites: Any, grad_outs: Any, lses: Any,
@@ -125,7 +107,7 @@ class Lowering:
                 single.append(grad)
                 single_sites.append(sites[at])
             at += grad.meta["val"].shape[0]
-        shares = self.shares[self.pulled[shared[0]]] if shared else None
+        shares = self.shares.get(node)
         self.expand(node, partial(steps.unfold, run=emit), [shares, single, single_sites, queries, key_weights])
         for grad in shared:
             pulled = grad.all_input_nodes[0]
@@ -144,7 +126,8 @@ class Lowering:
         leaves, spec = tree_flatten(list(args))
         inputs = [leaf for leaf in leaves if isinstance(leaf, Node)]
         for leaf in inputs:
-            leaf.meta["inductor_realize_to_strides"] = True  # else each view of it would be computed anew
+            if leaf not in self.shares.values():  # whose layout Inductor would then pad
+                leaf.meta["inductor_realize_to_strides"] = True  # else each view of it would be computed anew
         structure: list[Any] = []
 
         def flat(values: Sequence[Any]) -> Any:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,15 @@ from .planning import Plan, Settings
 from .reading import Names, read
 from .report import Report
 from .rewriting import Rewrite
-from .versions import CustomGraphPass, combined, graph_passes, stable_topological_sort
+from .versions import (
+    CustomGraphPass,
+    InferenceAwarePass,
+    combined,
+    graph_passes,
+    reorders_graphs,
+    stable_topological_sort,
+    takes_inference,
+)
 
 ATTEMPTS = 4  # plans that are carried out and measured before a graph is left alone
 
@@ -70,6 +78,48 @@ class JointPass(CustomGraphPass):
         for path in sorted([*Path(__file__).parent.glob("*.py"), *sources]):
             digest.update(path.read_bytes())
         return digest.hexdigest()
+
+
+class LoweringPass(InferenceAwarePass):  # type: ignore[misc]
+    """Inductor's ``post_grad_custom_pre_pass``: the user's own passes first, then kernels in the place of operators.
+
+    Triton is imported for graphs that have operators on CUDA alone. Where an option lets Inductor reorder graphs
+    afterwards the operators stay: what a launch writes is not seen as its result.
+
+    Args:
+        key: changes with everything that decides what this pass makes of a graph.
+        expansions: plain PyTorch for the operators that are too small for a kernel, which Inductor then fuses.
+        before: the user's own pass, or passes.
+    """
+
+    def __init__(self, key: str, expansions: Mapping[Any, Callable[..., Any]], before: Any = None) -> None:
+        self.key = key
+        self.expansions = dict(expansions)
+        self.before = graph_passes(before)
+
+    def __call__(self, graph: Graph, is_inference: bool = False) -> None:
+        step: Any
+        for step in self.before:
+            if takes_inference(step):
+                step(graph, is_inference)
+            else:
+                step(graph)
+        if not reorders_graphs() and any(is_on_cuda(node) for node in graph.nodes):
+            from .lowered import Lowering
+
+            Lowering(graph, self.expansions).run()
+
+    def uuid(self) -> Any:
+        """Changes with this package, torch and the user's own passes; None switches caching off."""
+        return combined(self.key, self.before)
+
+
+def is_on_cuda(node: Node) -> bool:
+    """Whether a node is one of our operators, on CUDA."""
+    if getattr(node.target, "namespace", None) != "mhar":
+        return False
+    values = [other.meta.get("val") for other in node.all_input_nodes]
+    return any(isinstance(value, torch.Tensor) and value.device.type == "cuda" for value in values)
 
 
 def improve(graph: Graph, settings: Settings, report: Report) -> None:

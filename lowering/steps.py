@@ -333,7 +333,7 @@ def pull_launch(
     own, placed = placed[: len(sources)], placed[len(sources) :]
     arguments = row_arguments(placed, inner)
     arguments["douts"] = arguments.pop("sources")
-    gated = any(gate is not None for gate in gates)
+    scales = [queries.new_ones(1) if gate is None else gate.to(queries.dtype) for gate in gates]
     arguments |= dict(
         sources=tuple(row.tensor for row in own),
         source_strides=tuple(row.stride for row in own),
@@ -345,7 +345,7 @@ def pull_launch(
         grads=tuple(grads),
         lses=padded(list(lses)),
         couplings=padded(list(couplings)),
-        gates=padded([queries.new_ones(1) if gate is None else gate for gate in gates]) if gated else None,
+        gates=padded(scales) if any(gate is not None for gate in gates) else None,
         queries=queries,
         carried=int(bool(carries)),
         tokens=tokens,
@@ -377,7 +377,7 @@ def sum_launch(shares: Tensor, total: Tensor) -> Launch:
     """total = the sum of shares [programs, ...], in a fixed order."""
     absent = dict.fromkeys(("null_sums", "gate_sums", "key_weight", "grad_key_weight", "grad_null", "grad_gate"))
     width = prod(total.shape)
-    arguments = absent | dict(query_sums=shares, query=shares, grad_query=total, programs=shares.shape[0], width=width)
+    arguments = absent | dict(query_sums=shares, query=total, grad_query=total, programs=shares.shape[0], width=width)
     return sums_launch(arguments)
 
 

@@ -6,6 +6,8 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch._inductor.config as inductor
+from torch._inductor import custom_graph_pass
 from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch._inductor.pattern_matcher import stable_topological_sort
 from torch.fx import Graph, Node
@@ -14,14 +16,19 @@ from torch.utils.checkpoint import CheckpointPolicy
 __all__ = [
     "MUST_SAVE",
     "CustomGraphPass",
+    "InferenceAwarePass",
     "combined",
     "graph_passes",
     "is_recomputed",
+    "reorders_graphs",
     "size_of",
     "stable_topological_sort",
     "symbol",
+    "takes_inference",
 ]
 
+# From 2.13 on a pass may be told whether its graph is one of inference; before that nothing is.
+InferenceAwarePass: Any = getattr(custom_graph_pass, "CustomInferenceAwareGraphPass", CustomGraphPass)
 MUST_SAVE = CheckpointPolicy.MUST_SAVE
 RECOMPUTED = (CheckpointPolicy.MUST_RECOMPUTE, CheckpointPolicy.PREFER_RECOMPUTE)
 
@@ -36,6 +43,18 @@ def graph_passes(given: Any) -> tuple[Callable[[Graph], Any], ...]:
     if given is None:
         return ()
     return tuple(given) if isinstance(given, (list, tuple)) else (given,)
+
+
+def takes_inference(step: Any) -> bool:
+    """Whether a user's pass is called with ``is_inference``."""
+    return InferenceAwarePass is not CustomGraphPass and isinstance(step, InferenceAwarePass)
+
+
+def reorders_graphs() -> bool:
+    """Whether an option, off by default, lets Inductor move collectives, and all else with them, in its graphs."""
+    buckets = ("bucket_all_gathers_fx", "bucket_reduce_scatters_fx", "bucket_all_reduces_fx")
+    overlap = getattr(getattr(inductor, "aten_distributed_optimizations", None), "enable_overlap_scheduling", False)
+    return bool(overlap) or any(getattr(inductor, name, "none") != "none" for name in buckets)
 
 
 def combined(key: str, before: tuple[Any, ...]) -> Any:

@@ -9,8 +9,7 @@ from typing import Any
 import torch
 
 from . import ops
-from .lowering.lowered import LoweringPass
-from .lowering.passes import JointPass
+from .lowering.passes import JointPass, LoweringPass
 from .lowering.planning import Settings
 from .lowering.report import Report
 from .ops import eager_steps
@@ -25,9 +24,8 @@ EXPANSIONS: dict[Any, Callable[..., Any]] = {
 
 def joint_pass(before: Any = None, reports: Callable[[Report], None] | None = None, **settings: Any) -> JointPass:
     """The passes, with this package's operators in their cache key."""
-    return JointPass(
-        Settings(**settings), sources=Path(ops.__file__).parent.glob("*.py"), before=before, reports=reports
-    )
+    sources = [Path(__file__), *Path(ops.__file__).parent.glob("*.py")]
+    return JointPass(Settings(**settings), sources=sources, before=before, reports=reports)
 
 
 def inductor_options(options: dict[str, Any] | None = None, **settings: Any) -> dict[str, Any]:

@@ -193,7 +193,7 @@ def pull_arguments(sizes: Sizes, count: int, sites: Sequence[int], gated: bool, 
     folded, sources = sizes.folded(max(sites) + 1), sizes.rows(count)
     logits, rstds = scored(sources, folded, first=1)
     lses = [torch.stack([row[site - 1] for row in logits]).logsumexp(0) for site in sites]
-    gates = [sizes.normal(1) if gated and n % 3 != 1 else None for n in range(len(sites))]
+    gates = [sizes.normal(1).to(sizes.dtype) if gated and n % 3 != 1 else None for n in range(len(sites))]
     couplings = [sizes.normal(*sizes.tokens, sizes.heads) for _ in sites]
     before = [sizes.normal(*sizes.tokens, sizes.width) for _ in range(count)] if carried else []
     return [

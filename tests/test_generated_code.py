@@ -130,3 +130,65 @@ def test_without_our_options_operators_stay():
     torch._dynamo.reset()
     assert found[0].body.count("torch.ops.mhar.route.default(") == 2
     assert ours(found[0].launches) == {}
+
+
+class TwoStreams(torch.nn.Module):
+    """The same queries on two streams whose norms have different eps: two families with equal folded queries."""
+
+    def __init__(self, width, heads):
+        super().__init__()
+        self.queries = torch.nn.ParameterList(
+            torch.empty(heads, width // heads, device="meta") for _ in range(3)
+        )  # fmt: skip
+
+    def forward(self, x):
+        ends = []
+        for eps in (1e-6, 1e-5):
+            sources = [x]
+            for query in self.queries:
+                sources.append(torch.tanh(route(sources, query, eps=eps)))
+            ends.append(sources[-1])
+        return ends[0] + ends[1]
+
+
+@pytest.mark.parametrize("width", [64, 1160])
+def test_families_do_not_share_the_gradients_of_queries(width):
+    """Nor are these sums, which kernels take for contiguous, padded: at d 1160 Inductor would."""
+    x = torch.empty(2, 64, width, device="meta", requires_grad=True)
+    _, backward = modules(TwoStreams(width, 8), x, rewrite="always")
+    shares = re.findall(r"empty_strided_cuda\(\(32, 3, 8, (\d+)\), \((.*?)\), torch.float32\)", backward.body)
+    reused = re.findall(r"(buf\d+) = buf\d+; del buf\d+  # reuse", backward.body)
+    sums = re.findall(r"site_sums_named_\d+\.run\((\w+),", backward.body)
+    assert len(set(sums)) == 2
+    assert len(shares) == len(set(sums) - set(reused))
+    head_width = width // 8
+    assert all(strides == f"{3 * width}, {width}, {head_width}, 1" for _, strides in shares)
+    copies = [name for name in backward.launches if "clone" in name or ("copy" in name and "tanh" not in name)]
+    assert copies == []
+
+
+def test_passes_that_ask_for_inference_are_told(monkeypatch):
+    from mhar_compile.lowering.passes import LoweringPass
+    from mhar_compile.lowering.versions import CustomGraphPass, InferenceAwarePass
+
+    if InferenceAwarePass is CustomGraphPass:
+        pytest.skip("torch has no passes that are told of inference before 2.13")
+    told = []
+
+    class Mine(InferenceAwarePass):
+        def __call__(self, graph, is_inference):
+            told.append(is_inference)
+
+        def uuid(self):
+            return "mine"
+
+    LoweringPass("key", {}, Mine())(torch.fx.Graph(), True)
+    assert told == [True]
+    assert isinstance(LoweringPass("key", {}), InferenceAwarePass)
+
+
+@pytest.mark.parametrize("option", ["bucket_all_gathers_fx", "bucket_all_reduces_fx"])
+def test_operators_stay_where_graphs_are_reordered(option):
+    with torch._inductor.config.patch({option: "all"}), torch.no_grad():
+        (module,) = modules(Chain(2, 64, 2), torch.empty(3, 64, device="meta"), rewrite="never")
+    assert module.body.count("torch.ops.mhar.route.default(") == 2

@@ -160,6 +160,7 @@ def test_import_is_lazy_and_a_missing_triton_is_explained():
         "try:\n    cuda.kernels()\n"
         "except ImportError as error:\n    assert 'install' in str(error) and 'triton' in str(error), error\n"
         "else:\n    raise AssertionError('no error')\n"
+        "assert callable(mhar_compile.backend) and mhar_compile.inductor_options()\n"
     )
     result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
