@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import math
 from collections import Counter
 from typing import Any
 
@@ -28,6 +29,8 @@ FACTORS: list[list[Any]] = [
     [torch.float32, torch.bfloat16],
     [False, True],
 ]
+
+DRAWS = 4  # of tokens: of one alone the errors of equal models differ by 1.6
 
 
 def pairwise(factors: list[list[Any]]) -> list[tuple[Any, ...]]:
@@ -96,11 +99,13 @@ def check(residual: str, layers: int, row: tuple[Any, ...], compile_with: Any) -
     model = decoder(residual, layers, checkpointing).to(dtype)
     plain, exact = decoder(residual, layers, None).to(dtype), decoder(residual, layers, None).to(dtype).double()
     compiled = compile_with(model, dynamic)
-    for batch, length in ((3, 11), (2, 9)) if dynamic else ((3, 11),):
+    ours, theirs = [], []
+    for batch, length in [(3, 11)] * DRAWS + [(2, 9)] * (DRAWS * dynamic):
         tokens = torch.randint(32, (batch, length))
         truth = results(exact, exact, tokens, inference)
-        ours, theirs = results(compiled, model, tokens, inference), results(plain, plain, tokens, inference)
-        assert error(ours, truth) <= 1.5 * error(theirs, truth)
+        ours.append(error(results(compiled, model, tokens, inference), truth))
+        theirs.append(error(results(plain, plain, tokens, inference), truth))
+    assert math.hypot(*ours) <= 1.5 * math.hypot(*theirs)
 
 
 @pytest.mark.parametrize("row", pairwise(FACTORS), ids=lambda row: "-".join(str(x).removeprefix("torch.") for x in row))
