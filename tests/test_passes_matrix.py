@@ -119,11 +119,19 @@ def test_topologies(row: tuple[Any, ...]) -> None:
         return torch.compile(model, backend=backend, dynamic=dynamic, fullgraph=True)
 
     check(row[0], 3, row[1:], compile_with)
+    check(row[0], 3, row[1:], unpassed)
     for report in found.reports:
         assert report.scored
         assert {line.split(": ")[1] for line in report.left_alone} <= {"it has no sources but the null source"}
     for forward, backward in found.after:
         check_recompute(forward, backward, row[1], report)
+
+
+def unpassed(model: nn.Module, dynamic: bool) -> Any:
+    """Run node by node without the passes: held to the same budget as what is passed."""
+    torch._dynamo.reset()
+    backend = tracer(Trace(), joint_pass(rewrite="never"))
+    return torch.compile(model, backend=backend, dynamic=dynamic, fullgraph=True)
 
 
 def check_recompute(forward: Graph, backward: Graph, checkpointing: str | None, report: Report) -> None:
