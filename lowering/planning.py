@@ -6,7 +6,7 @@ import math
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
-from itertools import product
+from itertools import pairwise, product
 from typing import Literal
 
 import torch
@@ -104,9 +104,19 @@ class Family:
     pulls: list[Pull] = field(default_factory=list)
     from_output: set[int] = field(default_factory=set)  # sites whose S is formed from the output
     rescored: bool = False  # checkpointed sites have their logits computed again
+    parts: dict[Run, list[int]] = field(default_factory=dict)  # the sites at which parts of a run's logits begin
 
     def run_of(self, source: Node, site: int) -> Run:
         return next(run for run in self.runs[source] if 0 <= site - run.first < run.count)
+
+    def part_of(self, run: Run, site: int) -> int:
+        """The site at which the part of a run's logits begins that holds a site's."""
+        return max((start for start in self.parts.get(run, ()) if start <= site), default=run.first)
+
+    def part_size(self, run: Run, start: int) -> int:
+        """How many sites a part has."""
+        later = [other for other in self.parts.get(run, ()) if other > start]
+        return min(later, default=run.first + run.count) - start
 
     def tile_of(self, site: int) -> Tile | None:
         return next((tile for tile in self.tiles if site in tile.sites), None)
@@ -244,7 +254,10 @@ def plan(family: Family, settings: Settings, costs: Costs, backward: Backward, a
             return "the model predicts no gain"
     if family.order:
         arrivals = [node for n in family.order if (node := family.sites[n].backward) is not None]
-        room = Room(backward.beside(arrivals, tensors_of(family)), backward.peak * aim)
+        beside, whole = (backward.beside(arrivals, some) for some in (tensors_of(family), ()))
+        # The most of a sum is at most the sum of the most, which need not fall together: the graph as it is knows better.
+        known = [total - mine for total, mine in zip(whole, timeline_before(family), strict=True)]
+        room = Room([min(pair) for pair in zip(beside, known, strict=True)], backward.peak * aim)
     found = cheapest(family, settings, costs, before, room)
     if found is None and always:
         found = cheapest(family, settings, costs, before, replace(room, limit=math.inf))
@@ -274,20 +287,21 @@ def candidates(family: Family, settings: Settings, room: Room) -> Iterator[Famil
     from_output = {n for n in family.order if has_saved_output(family.sites[n])}
     recomputed = any(not family.saves(n) for n in family.order)
     tiles = [settings.tile] if settings.tile else [8, 1]
-    for tile, outputs, rescored in product(
-        tiles, [from_output, set()][not from_output :], [False, True][: 1 + recomputed]
-    ):
+    switch = [False, True][: 1 + recomputed]
+    for tile, outputs, rescored, parted in product(tiles, [from_output, set()][not from_output :], switch, switch):
         choice = replace(family, tiles=list(tiles_of(family, tile)), from_output=outputs, rescored=rescored)
-        found = windowed(choice, settings.window, tile, room)
+        found = windowed(choice, settings.window, tile, parted and not choice.tiles, room)
         if found is not None:
             yield found
 
 
-def windowed(family: Family, window: int | None, tile: int, room: Room) -> Family | None:
+def windowed(family: Family, window: int | None, tile: int, parted: bool, room: Room) -> Family | None:
     """The plan with as few windows as fit: one ends before, or with, the first site at which too much would be held."""
     starts = list(range(0, len(family.order), window)) if window else [0]
     while True:
         family = replace(family, pulls=pulls_of(family, starts, tile))
+        if parted:
+            family.parts = parts_of(family.pulls)
         held = [a + b for a, b in zip(timeline_after(family), room.beside, strict=True)]
         over = next((n for n, size in enumerate(held) if size > room.limit), None)
         if over is None:
@@ -361,6 +375,20 @@ def pulls_of(family: Family, starts: list[int], tile: int) -> list[Pull]:
     return sorted(pulls, key=lambda pull: place[pull.sites[-1]])
 
 
+def parts_of(pulls: list[Pull]) -> dict[Run, list[int]]:
+    """Logits cut where pulls follow each other, so that what later windows of the backward read no more is freed."""
+    spans: dict[Run, set[tuple[int, int]]] = {}
+    for pull in pulls:
+        for total in pull.sums:
+            spans.setdefault(total.run, set()).add((min(pull.sites), max(pull.sites)))
+    found = {}
+    for run, some in spans.items():
+        ordered = sorted(some)
+        if len(ordered) > 1 and all(end < start for (_, end), (start, _) in pairwise(ordered)):
+            found[run] = [run.first, *(start for start, _ in ordered[1:])]
+    return found
+
+
 def take(
     parts: list[tuple[Sum, list[int]]], carried: dict[Sum, Pull], tile: int, shape: Shape
 ) -> tuple[Pull, list[tuple[Sum, list[int]]]]:
@@ -404,6 +432,7 @@ def forward_after(family: Family) -> Iterator[Launch]:
     shape = family.shape
     for runs in family.runs.values():
         yield from (model.score(shape, run.count) for run in runs)
+        yield from (model.part(shape, run.count) for run in runs if run in family.parts)
     for tile in family.tiles:
         yield model.mix_tile(shape, len(tile.sources), len(tile.sites))
     for number, site in enumerate(family.sites):
@@ -432,7 +461,7 @@ def timeline_before(family: Family) -> list[int]:
         count = len(family.sites[number].sources)
         line.site()
         now = arrived[number] = line.launch()
-        line.alive(0 if family.saves(number) else now, now, (count + 1) * shape.head_row + count * shape.token)
+        line.alive(held_from(family, number, arrived), now, (count + 1) * shape.head_row + count * shape.token)
         line.alive(now, now, (count + 1) * shape.row)  # its results and the gradient it reads
         line.rest()
     for total in family.sums:
@@ -448,6 +477,7 @@ def timeline_after(family: Family) -> list[int]:
     arrived: dict[int, int] = {}
     site_ends: dict[int, int] = {}
     run_ends: dict[Run, int] = {}
+    part_ends: dict[tuple[Run, int], int] = {}
     made: dict[tuple[Pull, Sum], int] = {}
     pulls = iter([*family.pulls, None])
     pull = next(pulls)
@@ -459,6 +489,7 @@ def timeline_after(family: Family) -> list[int]:
             now = line.launch()
             site_ends.update((site, now) for site in pull.sites)
             run_ends.update((total.run, now) for total in pull.sums)
+            part_ends.update(((total.run, family.part_of(total.run, pull.sites[0])), now) for total in pull.sums)
             made.update(((pull, total), now) for total in pull.sums)
             line.alive(now, now, shape.row * sum(pull.last))
             line.alive(now, math.inf, shape.query * len(pull.sites))
@@ -471,7 +502,10 @@ def timeline_after(family: Family) -> list[int]:
         line.alive(0 if family.saves(number) else arrived[number], end, shape.head_row)
     first = min(arrived.values(), default=0)  # by then every recomputed site needs logits of all its sources
     for run, end in run_ends.items():
-        line.alive(0 if family.saves_logits(run) else first, end, run.count * shape.head_row + shape.token)
+        line.alive(0 if family.saves_logits(run) else first, end, shape.token)
+    for (run, start), end in part_ends.items():
+        size = family.part_size(run, start) * shape.head_row
+        line.alive(0 if family.saves_logits(run) else first, end, size)
     keep_sources(line, family, arrived, list(run_ends.items()))
     return line.peaks()
 

@@ -52,7 +52,8 @@ class Rewrite:
     def __init__(self, graph: Graph, family: Family, mode: FakeTensorMode) -> None:
         self.graph, self.family, self.write = graph, family, Writer(graph, mode)
         self.folded: Node | None = None
-        self.scores: dict[Run, tuple[Node, Node]] = {}  # logits and rstd
+        self.rstds: dict[Run, Node] = {}
+        self.logits: dict[tuple[Run, int], Node] = {}  # by the site that a run, or its part, begins with
         self.nulls: dict[int, tuple[Node, Node, Node]] = {}  # null source, logits, rstd
         self.tiles: dict[Tile, Node] = {}
         self.mixes: dict[int, tuple[Node, Node, Node | None]] = {}  # output, log-sum-exp, residue
@@ -89,7 +90,7 @@ class Rewrite:
             self.folded = self.write.call(mhar.fold.default, args, sites[0].node, saved=True)
         self.top = self.folded
 
-    def score(self, run: Run, site: Site) -> tuple[Node, Node]:
+    def score(self, run: Run, site: Site) -> None:
         """Logits and rstd of a source, computed where it is born."""
         source, first, count = run.source, run.first, run.count
         born = self.top if source.op in ("placeholder", "get_attr") or source < self.top else source
@@ -98,27 +99,35 @@ class Rewrite:
             node = self.write.call(mhar.score.default, args, site.node, saved=self.family.saves_logits(run))
             node.meta.pop("ac_graph_id", None)  # several regions may read it
         with self.graph.inserting_after(node):
-            rstd = self.write.part(node, 1)
-            return self.write.part(node, 0), rstd
+            self.rstds[run] = self.write.part(node, 1)
+            logits = self.write.part(node, 0)
+        self.logits[run, first] = logits
+        with self.graph.inserting_after(self.rstds[run]):
+            for start in self.family.parts.get(run, ()):
+                args = (logits, start - first, self.family.part_size(run, start))
+                part = self.write.call(mhar.part.default, args, site.node, saved=self.family.saves_logits(run))
+                part.meta.pop("ac_graph_id", None)
+                self.logits[run, start] = part
 
-    def scored(self, site: int, sources: list[Node]) -> list[tuple[Node, Run]]:
-        """The logits of sources and the runs they are of."""
-        found = []
-        for source in sources:
-            run = self.family.run_of(source, site)
-            if run not in self.scores:
-                self.scores[run] = self.score(run, self.family.sites[site])
-            found.append((self.scores[run][0], run))
-        return found
+    def scored(self, run: Run, site: int) -> tuple[Node, int]:
+        """Logits of a source at some sites, this one among them, and the first of those sites."""
+        if run not in self.rstds:
+            self.score(run, self.family.sites[site])
+        first = self.family.part_of(run, site)
+        return self.logits[run, first], first
+
+    def all_scored(self, site: int, sources: list[Node]) -> tuple[list[Node], list[int]]:
+        """Logits of sources at some sites, this one among them, and the first of those sites of each."""
+        found = [self.scored(self.family.run_of(source, site), site) for source in sources]
+        return [logits for logits, _ in found], [first for _, first in found]
 
     def forward(self, number: int, site: Site) -> None:
         tile = self.family.tile_of(number)
         sources = [source for source in site.sources if tile is None or source not in tile.sources]
-        scored = self.scored(number, sources)
+        logits, firsts = self.all_scored(number, sources)
         carried: tuple[Node | None, Node | None] = (None, None)
         if tile is not None:
             carried = self.tile(tile, number, site)
-        logits, firsts = [x for x, _ in scored], [run.first for _, run in scored]
         with self.graph.inserting_before(site.node):
             if site.null_source is not None:
                 null = self.null(number, site)
@@ -144,8 +153,7 @@ class Rewrite:
     def tile(self, tile: Tile, number: int, site: Site) -> tuple[Node, Node]:
         """The mixture of a site over the older sources of its tile, and its log-sum-exp."""
         if tile not in self.tiles:
-            scored = self.scored(number, tile.sources)
-            args = (tile.sources, [x for x, _ in scored], [run.first for _, run in scored], tile.sites)
+            args = (tile.sources, *self.all_scored(number, tile.sources), tile.sites)
             with self.graph.inserting_before(site.node):
                 self.tiles[tile] = self.write.call(mhar.mix_tile.default, args, site.node)
         at = tile.sites.index(number)
@@ -161,8 +169,7 @@ class Rewrite:
                 args: tuple[Any, ...] = (site.grad_out, out, residue, site.heads)
                 self.couplings[number] = self.write.call(mhar.coupling.default, args, site.backward)
             else:
-                scored = self.scored(number, site.sources)
-                sources, logits, firsts = site.sources, [x for x, _ in scored], [run.first for _, run in scored]
+                sources, (logits, firsts) = site.sources, self.all_scored(number, site.sources)
                 if number in self.nulls:
                     null, null_logits, _ = self.nulls[number]
                     sources, logits, firsts = [null, *sources], [null_logits, *logits], [number, *firsts]
@@ -200,13 +207,13 @@ class Rewrite:
 
     def pull(self, pull: Pull) -> None:
         runs = [total.run for total in pull.sums]
-        scores = [self.scores[run] for run in runs]
+        scored = [self.scored(run, pull.sites[0]) for run in runs]
         carried = [self.made[before, total] for total, before in zip(pull.sums, pull.carried, strict=False)]
         args = (
             [run.source for run in runs],
-            [rstd for _, rstd in scores],
-            [logits for logits, _ in scores],
-            [run.first for run in runs],
+            [self.rstds[run] for run in runs],
+            [logits for logits, _ in scored],
+            [first for _, first in scored],
             *self.arrived(pull.sites),
             self.folded,
             carried,
