@@ -104,19 +104,19 @@ class Family:
     pulls: list[Pull] = field(default_factory=list)
     from_output: set[int] = field(default_factory=set)  # sites whose S is formed from the output
     rescored: bool = False  # checkpointed sites have their logits computed again
-    parts: dict[Run, list[int]] = field(default_factory=dict)  # the sites at which parts of a run's logits begin
+    windows: list[range] = field(default_factory=list)  # of sites, where what each holds is to be freed at its end
 
     def run_of(self, source: Node, site: int) -> Run:
         return next(run for run in self.runs[source] if 0 <= site - run.first < run.count)
 
-    def part_of(self, run: Run, site: int) -> int:
-        """The site at which the part of a run's logits begins that holds a site's."""
-        return max((start for start in self.parts.get(run, ()) if start <= site), default=run.first)
+    def window_of(self, site: int) -> range:
+        """The sites whose backwards share a window with this one's; all, where windows free nothing."""
+        return next((window for window in self.windows if site in window), range(len(self.sites)))
 
-    def part_size(self, run: Run, start: int) -> int:
-        """How many sites a part has."""
-        later = [other for other in self.parts.get(run, ()) if other > start]
-        return min(later, default=run.first + run.count) - start
+    def part_of(self, run: Run, site: int) -> range:
+        """The sites of a run whose logits are in one tensor with this one's."""
+        window = self.window_of(site)
+        return range(max(run.first, window.start), min(run.first + run.count, window.stop))
 
     def tile_of(self, site: int) -> Tile | None:
         return next((tile for tile in self.tiles if site in tile.sites), None)
@@ -255,7 +255,7 @@ def plan(family: Family, settings: Settings, costs: Costs, backward: Backward, a
     if family.order:
         arrivals = [node for n in family.order if (node := family.sites[n].backward) is not None]
         beside, whole = (backward.beside(arrivals, some) for some in (tensors_of(family), ()))
-        # The most of a sum is at most the sum of the most, which need not fall together: the graph as it is knows better.
+        # The sum of two highest levels is too high where they do not fall together: the graph as it is knows better.
         known = [total - mine for total, mine in zip(whole, timeline_before(family), strict=True)]
         room = Room([min(pair) for pair in zip(beside, known, strict=True)], backward.peak * aim)
     found = cheapest(family, settings, costs, before, room)
@@ -288,20 +288,23 @@ def candidates(family: Family, settings: Settings, room: Room) -> Iterator[Famil
     recomputed = any(not family.saves(n) for n in family.order)
     tiles = [settings.tile] if settings.tile else [8, 1]
     switch = [False, True][: 1 + recomputed]
-    for tile, outputs, rescored, parted in product(tiles, [from_output, set()][not from_output :], switch, switch):
+    for tile, outputs, rescored, frees in product(tiles, [from_output, set()][not from_output :], switch, switch):
         choice = replace(family, tiles=list(tiles_of(family, tile)), from_output=outputs, rescored=rescored)
-        found = windowed(choice, settings.window, tile, parted and not choice.tiles, room)
+        found = windowed(choice, settings.window, tile, frees and not choice.tiles, room)
         if found is not None:
             yield found
 
 
-def windowed(family: Family, window: int | None, tile: int, parted: bool, room: Room) -> Family | None:
-    """The plan with as few windows as fit: one ends before, or with, the first site at which too much would be held."""
+def windowed(family: Family, window: int | None, tile: int, frees: bool, room: Room) -> Family | None:
+    """The plan with as few windows as fit: one ends before, or with, the first site at which too much would be held.
+
+    With ``frees`` each window has logits, folded queries and gradients of queries of its own, freed at its end.
+    """
     starts = list(range(0, len(family.order), window)) if window else [0]
     while True:
         family = replace(family, pulls=pulls_of(family, starts, tile))
-        if parted:
-            family.parts = parts_of(family.pulls)
+        if frees:
+            family.windows = windows_of(family, starts)
         held = [a + b for a, b in zip(timeline_after(family), room.beside, strict=True)]
         over = next((n for n, size in enumerate(held) if size > room.limit), None)
         if over is None:
@@ -375,18 +378,12 @@ def pulls_of(family: Family, starts: list[int], tile: int) -> list[Pull]:
     return sorted(pulls, key=lambda pull: place[pull.sites[-1]])
 
 
-def parts_of(pulls: list[Pull]) -> dict[Run, list[int]]:
-    """Logits cut where pulls follow each other, so that what later windows of the backward read no more is freed."""
-    spans: dict[Run, set[tuple[int, int]]] = {}
-    for pull in pulls:
-        for total in pull.sums:
-            spans.setdefault(total.run, set()).add((min(pull.sites), max(pull.sites)))
-    found = {}
-    for run, some in spans.items():
-        ordered = sorted(some)
-        if len(ordered) > 1 and all(end < start for (_, end), (start, _) in pairwise(ordered)):
-            found[run] = [run.first, *(start for start, _ in ordered[1:])]
-    return found
+def windows_of(family: Family, starts: list[int]) -> list[range]:
+    """The sites of each window; none where there is one, or where windows do not follow each other in the forward."""
+    groups = sorted((family.order[a:b] for a, b in pairwise([*sorted(starts), len(family.order)])), key=min)
+    if len(groups) < 2 or any(max(a) > min(b) for a, b in pairwise(groups)):
+        return []
+    return [range(a, b) for a, b in pairwise([0, *(min(group) for group in groups[1:]), len(family.sites)])]
 
 
 def take(
@@ -432,7 +429,7 @@ def forward_after(family: Family) -> Iterator[Launch]:
     shape = family.shape
     for runs in family.runs.values():
         yield from (model.score(shape, run.count) for run in runs)
-        yield from (model.part(shape, run.count) for run in runs if run in family.parts)
+        yield from (model.part(shape, run.count) for run in runs if len(family.part_of(run, run.first)) < run.count)
     for tile in family.tiles:
         yield model.mix_tile(shape, len(tile.sources), len(tile.sites))
     for number, site in enumerate(family.sites):
@@ -443,6 +440,8 @@ def forward_after(family: Family) -> Iterator[Launch]:
 
 def backward_after(family: Family) -> Iterator[Launch]:
     shape = family.shape
+    for window in family.windows:
+        yield from (model.fold(shape, len(window)) for _ in ("fold", "unfold"))
     for number in family.order:
         count = 0 if number in family.from_output else len(family.sites[number].sources)
         yield model.coupling(shape, count, family.keeps_residue(number))
@@ -477,8 +476,10 @@ def timeline_after(family: Family) -> list[int]:
     arrived: dict[int, int] = {}
     site_ends: dict[int, int] = {}
     run_ends: dict[Run, int] = {}
-    part_ends: dict[tuple[Run, int], int] = {}
+    part_ends: dict[tuple[Run, range], int] = {}
+    window_ends: dict[range, int] = {}
     made: dict[tuple[Pull, Sum], int] = {}
+    partials: list[tuple[int, int, range]] = []
     pulls = iter([*family.pulls, None])
     pull = next(pulls)
     for number in family.order:
@@ -490,9 +491,10 @@ def timeline_after(family: Family) -> list[int]:
             site_ends.update((site, now) for site in pull.sites)
             run_ends.update((total.run, now) for total in pull.sums)
             part_ends.update(((total.run, family.part_of(total.run, pull.sites[0])), now) for total in pull.sums)
+            window_ends[family.window_of(number)] = now
+            partials.append((now, len(pull.sites) * shape.query, family.window_of(number)))
             made.update(((pull, total), now) for total in pull.sums)
             line.alive(now, now, shape.row * sum(pull.last))
-            line.alive(now, math.inf, shape.query * len(pull.sites))
             for total, before in zip(pull.sums, pull.carried, strict=False):
                 line.alive(made[before, total], now, gradient_bytes(shape, before, total))
             pull = next(pulls)
@@ -503,9 +505,12 @@ def timeline_after(family: Family) -> list[int]:
     first = min(arrived.values(), default=0)  # by then every recomputed site needs logits of all its sources
     for run, end in run_ends.items():
         line.alive(0 if family.saves_logits(run) else first, end, shape.token)
-    for (run, start), end in part_ends.items():
-        size = family.part_size(run, start) * shape.head_row
-        line.alive(0 if family.saves_logits(run) else first, end, size)
+    for (run, part), end in part_ends.items():
+        line.alive(0 if family.saves_logits(run) else first, end, len(part) * shape.head_row)
+    for at, size, window in partials:
+        line.alive(at, window_ends[window] if family.windows else math.inf, size)
+    for window, end in window_ends.items():
+        line.alive(min(arrived[n] for n in window if n in arrived), end, len(window) * shape.query)
     keep_sources(line, family, arrived, list(run_ends.items()))
     return line.peaks()
 

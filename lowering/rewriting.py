@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -53,7 +54,8 @@ class Rewrite:
         self.graph, self.family, self.write = graph, family, Writer(graph, mode)
         self.folded: Node | None = None
         self.rstds: dict[Run, Node] = {}
-        self.logits: dict[tuple[Run, int], Node] = {}  # by the site that a run, or its part, begins with
+        self.logits: dict[tuple[Run, range], Node] = {}  # by the sites that they are of
+        self.folds: dict[range, Node] = {}  # of windows, for the backward
         self.nulls: dict[int, tuple[Node, Node, Node]] = {}  # null source, logits, rstd
         self.tiles: dict[Tile, Node] = {}
         self.mixes: dict[int, tuple[Node, Node, Node | None]] = {}  # output, log-sum-exp, residue
@@ -67,12 +69,14 @@ class Rewrite:
             self.forward(number, site)
         pulls = iter([*self.family.pulls, None])
         pull = next(pulls)
-        for number in self.family.order:
+        for number, following in zip_longest(self.family.order, self.family.order[1:]):
             self.backward(number, self.family.sites[number])
             while pull is not None and pull.sites[-1] == number:
                 self.pull(pull)
                 pull = next(pulls)
-        self.unfold()
+            window = self.family.window_of(number)
+            if following not in window:
+                self.unfold(window, number)
         self.erase()
 
     def fold(self) -> None:
@@ -90,6 +94,17 @@ class Rewrite:
             self.folded = self.write.call(mhar.fold.default, args, sites[0].node, saved=True)
         self.top = self.folded
 
+    def folded_of(self, window: range, like: Node) -> tuple[Node, int]:
+        """The folded queries for a window's pulls, and the number of their first site."""
+        assert self.folded is not None
+        if not self.family.windows:
+            return self.folded, 0
+        if window not in self.folds:
+            sites, dtype = self.family.sites[window.start : window.stop], self.folded.meta["val"].dtype
+            args = ([site.query for site in sites], [site.key_weight for site in sites], dtype)
+            self.folds[window] = self.write.call(mhar.fold.default, args, like)
+        return self.folds[window], window.start
+
     def score(self, run: Run, site: Site) -> None:
         """Logits and rstd of a source, computed where it is born."""
         source, first, count = run.source, run.first, run.count
@@ -100,21 +115,21 @@ class Rewrite:
             node.meta.pop("ac_graph_id", None)  # several regions may read it
         with self.graph.inserting_after(node):
             self.rstds[run] = self.write.part(node, 1)
-            logits = self.write.part(node, 0)
-        self.logits[run, first] = logits
-        with self.graph.inserting_after(self.rstds[run]):
-            for start in self.family.parts.get(run, ()):
-                args = (logits, start - first, self.family.part_size(run, start))
-                part = self.write.call(mhar.part.default, args, site.node, saved=self.family.saves_logits(run))
-                part.meta.pop("ac_graph_id", None)
-                self.logits[run, start] = part
+            self.logits[run, range(first, first + count)] = self.write.part(node, 0)
 
     def scored(self, run: Run, site: int) -> tuple[Node, int]:
         """Logits of a source at some sites, this one among them, and the first of those sites."""
         if run not in self.rstds:
             self.score(run, self.family.sites[site])
-        first = self.family.part_of(run, site)
-        return self.logits[run, first], first
+        part = self.family.part_of(run, site)
+        if (run, part) not in self.logits:
+            whole = self.logits[run, range(run.first, run.first + run.count)]
+            with self.graph.inserting_after(self.rstds[run]):
+                args, like = (whole, part.start - run.first, len(part)), self.family.sites[site].node
+                node = self.write.call(mhar.part.default, args, like, saved=self.family.saves_logits(run))
+                node.meta.pop("ac_graph_id", None)
+            self.logits[run, part] = node
+        return self.logits[run, part], part.start
 
     def all_scored(self, site: int, sources: list[Node]) -> tuple[list[Node], list[int]]:
         """Logits of sources at some sites, this one among them, and the first of those sites of each."""
@@ -183,8 +198,9 @@ class Rewrite:
 
     def pull_null(self, number: int, site: Site) -> None:
         null, logits, rstd = self.nulls[number]
-        args = ([null], [rstd], [logits], [number], *self.arrived([number]), self.folded, [], [True])
         assert site.backward is not None
+        folded, base = self.folded_of(self.family.window_of(number), site.backward)
+        args = ([null], [rstd], [logits], [number - base], *self.arrived([number], base), folded, [], [True])
         node = self.write.call(mhar.pull.default, args, site.backward)
         self.partials.append((self.write.part(node, 1), [number]))
         if "null_source" in site.parameter_grads:
@@ -194,11 +210,11 @@ class Rewrite:
                 grad = self.write.call(torch.ops.prims.convert_element_type.default, (grad, dtype), site.backward)
             wanted.replace_all_uses_with(grad)
 
-    def arrived(self, sites: list[int]) -> tuple[Any, ...]:
-        """What pulls read of their sites: numbers, gradients, log-sum-exps, S and gates."""
+    def arrived(self, sites: list[int], base: int) -> tuple[Any, ...]:
+        """What pulls read of their sites: numbers from a window's first on, gradients, log-sum-exps, S and gates."""
         of = self.family.sites
         return (
-            sites,
+            [site - base for site in sites],
             [of[site].grad_out for site in sites],
             [self.mixes[site][1] for site in sites],
             [self.couplings[site] for site in sites],
@@ -209,19 +225,20 @@ class Rewrite:
         runs = [total.run for total in pull.sums]
         scored = [self.scored(run, pull.sites[0]) for run in runs]
         carried = [self.made[before, total] for total, before in zip(pull.sums, pull.carried, strict=False)]
-        args = (
-            [run.source for run in runs],
-            [self.rstds[run] for run in runs],
-            [logits for logits, _ in scored],
-            [first for _, first in scored],
-            *self.arrived(pull.sites),
-            self.folded,
-            carried,
-            pull.wide,
-        )
         anchor = self.family.sites[pull.sites[-1]].backward
         assert anchor is not None
         with self.graph.inserting_before(anchor):
+            folded, base = self.folded_of(self.family.window_of(pull.sites[0]), anchor)
+            args = (
+                [run.source for run in runs],
+                [self.rstds[run] for run in runs],
+                [logits for logits, _ in scored],
+                [first - base for _, first in scored],
+                *self.arrived(pull.sites, base),
+                folded,
+                carried,
+                pull.wide,
+            )
             node = self.write.call(mhar.pull.default, args, anchor)
             self.partials.append((self.write.part(node, 1), pull.sites))
             for n, (total, last) in enumerate(zip(pull.sums, pull.last, strict=True)):
@@ -234,27 +251,28 @@ class Rewrite:
                 if last:
                     take_place(grads, self.made[pull, total])
 
-    def unfold(self) -> None:
-        """The gradients of the queries and key weights, once every pull has been made."""
-        sites = self.family.sites
+    def unfold(self, window: range, last: int) -> None:
+        """The gradients of a window's queries and key weights, once its pulls have been made; last: its last site."""
+        of, sites = self.family.sites, self.family.sites[window.start : window.stop]
+        names = ("query", "key_weight")
         wanted = [
-            (n, name) for n in self.family.order for name in ("query", "key_weight") if name in sites[n].parameter_grads
+            (n, name) for n in self.family.order if n in window for name in names if name in of[n].parameter_grads
         ]
-        if not wanted or not self.partials:
+        partials, self.partials = self.partials, []
+        anchor = of[last].backward
+        if not wanted or not partials or anchor is None:
             return
-        last = sites[self.family.order[-1]].backward
-        assert last is not None
         args = (
-            [partial for partial, _ in self.partials],
-            [site for _, rows in self.partials for site in rows],
+            [partial for partial, _ in partials],
+            [site - window.start for _, rows in partials for site in rows],
             [site.query for site in sites],
             [site.key_weight for site in sites],
         )
-        with self.graph.inserting_before(last):
-            node = self.write.call(mhar.unfold.default, args, last)
+        with self.graph.inserting_before(anchor):
+            node = self.write.call(mhar.unfold.default, args, anchor)
             for number, name in wanted:
-                grad = self.write.part(node, name == "key_weight", number)
-                sites[number].parameter_grads[name].replace_all_uses_with(grad)
+                grad = self.write.part(node, name == "key_weight", number - window.start)
+                of[number].parameter_grads[name].replace_all_uses_with(grad)
 
     def erase(self) -> None:
         """Remove the routes and their backwards, of which nothing is read any more."""

@@ -57,7 +57,7 @@ def score(source: Tensor, folded: Tensor, first: int, count: int, eps: float) ->
 
 
 def part(logits: Tensor, first: int, count: int) -> Tensor:
-    """Some sites' rows [count, ..., H] of logits [sites, ..., H], in memory of their own: freed when they are done with."""
+    """Some sites' rows [count, ..., H] of logits [sites, ..., H], in memory of their own."""
     return logits.narrow(0, first, count) * 1  # no clone, which Inductor would take for the rows where they lie
 
 
