@@ -16,7 +16,7 @@ class Costs:
 
     Measured on one H200 at 8192 tokens, d 4096, H 8, 9 sources, bfloat16 (copy 4.21 TB/s): a site's fused forward 304
     us for 10 rows, its backward 706 us for 19, softmax and weighted sum alone 190 us for 10, scoring a source at 9
-    sites 47 us for 1, pulling a source from 9 sites 287 us for 11.
+    sites 47 us for 1, pulling a source from 9 sites 287 us for 11. Those of small, coupling and add are assumed.
     """
 
     launch: int = 20_000_000  # 5 us at 4 TB/s
@@ -24,6 +24,7 @@ class Costs:
     route_backward: float = 2.3
     add: float = 1.0
     score: float = 2.9
+    small: float = 1.0
     mix: float = 1.2
     pull: float = 1.6
     coupling: float = 1.2
@@ -67,6 +68,16 @@ def add(shape: Shape) -> Launch:
 
 def score(shape: Shape, sites: int) -> Launch:
     return Launch("score", shape.row + sites * shape.head_row)
+
+
+def part(shape: Shape, sites: int) -> Launch:
+    """The logits of one source copied into parts; Inductor makes one launch of it."""
+    return Launch("small", 2 * sites * shape.head_row)
+
+
+def fold(shape: Shape, sites: int) -> Launch:
+    """A window's folded queries, or their gradients taken apart."""
+    return Launch("small", 3 * sites * shape.query)
 
 
 def mix(shape: Shape, sources: int, extra: int, carried: bool, keep: bool) -> Launch:

@@ -59,7 +59,7 @@ class Backward:
     def beside(self, arrivals: Sequence[Node], without: Collection[Buffer]) -> list[int]:
         """The most bytes held before these nodes of the joint graph, then at each and after each.
 
-        ``without`` are tensors of the joint graph that are counted elsewhere.
+        ``without`` are tensors of the joint graph that are counted elsewhere, or none.
         """
         nodes = list(self.graph.nodes)
         origins = {node.name: node for node in self.joint.nodes}

@@ -6,7 +6,7 @@ import math
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
-from itertools import product
+from itertools import pairwise, product
 from typing import Literal
 
 import torch
@@ -104,9 +104,19 @@ class Family:
     pulls: list[Pull] = field(default_factory=list)
     from_output: set[int] = field(default_factory=set)  # sites whose S is formed from the output
     rescored: bool = False  # checkpointed sites have their logits computed again
+    windows: list[range] = field(default_factory=list)  # of sites, where what each holds is to be freed at its end
 
     def run_of(self, source: Node, site: int) -> Run:
         return next(run for run in self.runs[source] if 0 <= site - run.first < run.count)
+
+    def window_of(self, site: int) -> range:
+        """The sites whose backwards share a window with this one's; all, where windows free nothing."""
+        return next((window for window in self.windows if site in window), range(len(self.sites)))
+
+    def part_of(self, run: Run, site: int) -> range:
+        """The sites of a run whose logits are in one tensor with this one's."""
+        window = self.window_of(site)
+        return range(max(run.first, window.start), min(run.first + run.count, window.stop))
 
     def tile_of(self, site: int) -> Tile | None:
         return next((tile for tile in self.tiles if site in tile.sites), None)
@@ -244,7 +254,10 @@ def plan(family: Family, settings: Settings, costs: Costs, backward: Backward, a
             return "the model predicts no gain"
     if family.order:
         arrivals = [node for n in family.order if (node := family.sites[n].backward) is not None]
-        room = Room(backward.beside(arrivals, tensors_of(family)), backward.peak * aim)
+        beside, whole = (backward.beside(arrivals, some) for some in (tensors_of(family), ()))
+        # The sum of two highest levels is too high where they do not fall together: the graph as it is knows better.
+        known = [total - mine for total, mine in zip(whole, timeline_before(family), strict=True)]
+        room = Room([min(pair) for pair in zip(beside, known, strict=True)], backward.peak * aim)
     found = cheapest(family, settings, costs, before, room)
     if found is None and always:
         found = cheapest(family, settings, costs, before, replace(room, limit=math.inf))
@@ -274,20 +287,24 @@ def candidates(family: Family, settings: Settings, room: Room) -> Iterator[Famil
     from_output = {n for n in family.order if has_saved_output(family.sites[n])}
     recomputed = any(not family.saves(n) for n in family.order)
     tiles = [settings.tile] if settings.tile else [8, 1]
-    for tile, outputs, rescored in product(
-        tiles, [from_output, set()][not from_output :], [False, True][: 1 + recomputed]
-    ):
+    switch = [False, True][: 1 + recomputed]
+    for tile, outputs, rescored, frees in product(tiles, [from_output, set()][not from_output :], switch, switch):
         choice = replace(family, tiles=list(tiles_of(family, tile)), from_output=outputs, rescored=rescored)
-        found = windowed(choice, settings.window, tile, room)
+        found = windowed(choice, settings.window, tile, frees and not choice.tiles, room)
         if found is not None:
             yield found
 
 
-def windowed(family: Family, window: int | None, tile: int, room: Room) -> Family | None:
-    """The plan with as few windows as fit: one ends before, or with, the first site at which too much would be held."""
+def windowed(family: Family, window: int | None, tile: int, frees: bool, room: Room) -> Family | None:
+    """The plan with as few windows as fit: one ends before, or with, the first site at which too much would be held.
+
+    With ``frees`` each window has logits, folded queries and gradients of queries of its own, freed at its end.
+    """
     starts = list(range(0, len(family.order), window)) if window else [0]
     while True:
         family = replace(family, pulls=pulls_of(family, starts, tile))
+        if frees:
+            family.windows = windows_of(family, starts)
         held = [a + b for a, b in zip(timeline_after(family), room.beside, strict=True)]
         over = next((n for n, size in enumerate(held) if size > room.limit), None)
         if over is None:
@@ -361,6 +378,14 @@ def pulls_of(family: Family, starts: list[int], tile: int) -> list[Pull]:
     return sorted(pulls, key=lambda pull: place[pull.sites[-1]])
 
 
+def windows_of(family: Family, starts: list[int]) -> list[range]:
+    """The sites of each window; none where there is one, or where windows do not follow each other in the forward."""
+    groups = sorted((family.order[a:b] for a, b in pairwise([*sorted(starts), len(family.order)])), key=min)
+    if len(groups) < 2 or any(max(a) > min(b) for a, b in pairwise(groups)):
+        return []
+    return [range(a, b) for a, b in pairwise([0, *(min(group) for group in groups[1:]), len(family.sites)])]
+
+
 def take(
     parts: list[tuple[Sum, list[int]]], carried: dict[Sum, Pull], tile: int, shape: Shape
 ) -> tuple[Pull, list[tuple[Sum, list[int]]]]:
@@ -404,6 +429,7 @@ def forward_after(family: Family) -> Iterator[Launch]:
     shape = family.shape
     for runs in family.runs.values():
         yield from (model.score(shape, run.count) for run in runs)
+        yield from (model.part(shape, run.count) for run in runs if len(family.part_of(run, run.first)) < run.count)
     for tile in family.tiles:
         yield model.mix_tile(shape, len(tile.sources), len(tile.sites))
     for number, site in enumerate(family.sites):
@@ -414,6 +440,8 @@ def forward_after(family: Family) -> Iterator[Launch]:
 
 def backward_after(family: Family) -> Iterator[Launch]:
     shape = family.shape
+    for window in family.windows:
+        yield from (model.fold(shape, len(window)) for _ in ("fold", "unfold"))
     for number in family.order:
         count = 0 if number in family.from_output else len(family.sites[number].sources)
         yield model.coupling(shape, count, family.keeps_residue(number))
@@ -432,7 +460,7 @@ def timeline_before(family: Family) -> list[int]:
         count = len(family.sites[number].sources)
         line.site()
         now = arrived[number] = line.launch()
-        line.alive(0 if family.saves(number) else now, now, (count + 1) * shape.head_row + count * shape.token)
+        line.alive(held_from(family, number, arrived), now, (count + 1) * shape.head_row + count * shape.token)
         line.alive(now, now, (count + 1) * shape.row)  # its results and the gradient it reads
         line.rest()
     for total in family.sums:
@@ -448,7 +476,10 @@ def timeline_after(family: Family) -> list[int]:
     arrived: dict[int, int] = {}
     site_ends: dict[int, int] = {}
     run_ends: dict[Run, int] = {}
+    part_ends: dict[tuple[Run, range], int] = {}
+    window_ends: dict[range, int] = {}
     made: dict[tuple[Pull, Sum], int] = {}
+    partials: list[tuple[int, int, range]] = []
     pulls = iter([*family.pulls, None])
     pull = next(pulls)
     for number in family.order:
@@ -459,9 +490,11 @@ def timeline_after(family: Family) -> list[int]:
             now = line.launch()
             site_ends.update((site, now) for site in pull.sites)
             run_ends.update((total.run, now) for total in pull.sums)
+            part_ends.update(((total.run, family.part_of(total.run, pull.sites[0])), now) for total in pull.sums)
+            window_ends[family.window_of(number)] = now
+            partials.append((now, len(pull.sites) * shape.query, family.window_of(number)))
             made.update(((pull, total), now) for total in pull.sums)
             line.alive(now, now, shape.row * sum(pull.last))
-            line.alive(now, math.inf, shape.query * len(pull.sites))
             for total, before in zip(pull.sums, pull.carried, strict=False):
                 line.alive(made[before, total], now, gradient_bytes(shape, before, total))
             pull = next(pulls)
@@ -471,7 +504,13 @@ def timeline_after(family: Family) -> list[int]:
         line.alive(0 if family.saves(number) else arrived[number], end, shape.head_row)
     first = min(arrived.values(), default=0)  # by then every recomputed site needs logits of all its sources
     for run, end in run_ends.items():
-        line.alive(0 if family.saves_logits(run) else first, end, run.count * shape.head_row + shape.token)
+        line.alive(0 if family.saves_logits(run) else first, end, shape.token)
+    for (run, part), end in part_ends.items():
+        line.alive(0 if family.saves_logits(run) else first, end, len(part) * shape.head_row)
+    for at, size, window in partials:
+        line.alive(at, window_ends[window] if family.windows else math.inf, size)
+    for window, end in window_ends.items():
+        line.alive(min(arrived[n] for n in window if n in arrived), end, len(window) * shape.query)
     keep_sources(line, family, arrived, list(run_ends.items()))
     return line.peaks()
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -52,7 +53,9 @@ class Rewrite:
     def __init__(self, graph: Graph, family: Family, mode: FakeTensorMode) -> None:
         self.graph, self.family, self.write = graph, family, Writer(graph, mode)
         self.folded: Node | None = None
-        self.scores: dict[Run, tuple[Node, Node]] = {}  # logits and rstd
+        self.rstds: dict[Run, Node] = {}
+        self.logits: dict[tuple[Run, range], Node] = {}  # by the sites that they are of
+        self.folds: dict[range, Node] = {}  # of windows, for the backward
         self.nulls: dict[int, tuple[Node, Node, Node]] = {}  # null source, logits, rstd
         self.tiles: dict[Tile, Node] = {}
         self.mixes: dict[int, tuple[Node, Node, Node | None]] = {}  # output, log-sum-exp, residue
@@ -66,12 +69,14 @@ class Rewrite:
             self.forward(number, site)
         pulls = iter([*self.family.pulls, None])
         pull = next(pulls)
-        for number in self.family.order:
+        for number, following in zip_longest(self.family.order, self.family.order[1:]):
             self.backward(number, self.family.sites[number])
             while pull is not None and pull.sites[-1] == number:
                 self.pull(pull)
                 pull = next(pulls)
-        self.unfold()
+            window = self.family.window_of(number)
+            if following not in window:
+                self.unfold(window, number)
         self.erase()
 
     def fold(self) -> None:
@@ -89,7 +94,18 @@ class Rewrite:
             self.folded = self.write.call(mhar.fold.default, args, sites[0].node, saved=True)
         self.top = self.folded
 
-    def score(self, run: Run, site: Site) -> tuple[Node, Node]:
+    def folded_of(self, window: range, like: Node) -> tuple[Node, int]:
+        """The folded queries for a window's pulls, and the number of their first site."""
+        assert self.folded is not None
+        if not self.family.windows:
+            return self.folded, 0
+        if window not in self.folds:
+            sites, dtype = self.family.sites[window.start : window.stop], self.folded.meta["val"].dtype
+            args = ([site.query for site in sites], [site.key_weight for site in sites], dtype)
+            self.folds[window] = self.write.call(mhar.fold.default, args, like)
+        return self.folds[window], window.start
+
+    def score(self, run: Run, site: Site) -> None:
         """Logits and rstd of a source, computed where it is born."""
         source, first, count = run.source, run.first, run.count
         born = self.top if source.op in ("placeholder", "get_attr") or source < self.top else source
@@ -98,27 +114,35 @@ class Rewrite:
             node = self.write.call(mhar.score.default, args, site.node, saved=self.family.saves_logits(run))
             node.meta.pop("ac_graph_id", None)  # several regions may read it
         with self.graph.inserting_after(node):
-            rstd = self.write.part(node, 1)
-            return self.write.part(node, 0), rstd
+            self.rstds[run] = self.write.part(node, 1)
+            self.logits[run, range(first, first + count)] = self.write.part(node, 0)
 
-    def scored(self, site: int, sources: list[Node]) -> list[tuple[Node, Run]]:
-        """The logits of sources and the runs they are of."""
-        found = []
-        for source in sources:
-            run = self.family.run_of(source, site)
-            if run not in self.scores:
-                self.scores[run] = self.score(run, self.family.sites[site])
-            found.append((self.scores[run][0], run))
-        return found
+    def scored(self, run: Run, site: int) -> tuple[Node, int]:
+        """Logits of a source at some sites, this one among them, and the first of those sites."""
+        if run not in self.rstds:
+            self.score(run, self.family.sites[site])
+        part = self.family.part_of(run, site)
+        if (run, part) not in self.logits:
+            whole = self.logits[run, range(run.first, run.first + run.count)]
+            with self.graph.inserting_after(self.rstds[run]):
+                args, like = (whole, part.start - run.first, len(part)), self.family.sites[site].node
+                node = self.write.call(mhar.part.default, args, like, saved=self.family.saves_logits(run))
+                node.meta.pop("ac_graph_id", None)
+            self.logits[run, part] = node
+        return self.logits[run, part], part.start
+
+    def all_scored(self, site: int, sources: list[Node]) -> tuple[list[Node], list[int]]:
+        """Logits of sources at some sites, this one among them, and the first of those sites of each."""
+        found = [self.scored(self.family.run_of(source, site), site) for source in sources]
+        return [logits for logits, _ in found], [first for _, first in found]
 
     def forward(self, number: int, site: Site) -> None:
         tile = self.family.tile_of(number)
         sources = [source for source in site.sources if tile is None or source not in tile.sources]
-        scored = self.scored(number, sources)
+        logits, firsts = self.all_scored(number, sources)
         carried: tuple[Node | None, Node | None] = (None, None)
         if tile is not None:
             carried = self.tile(tile, number, site)
-        logits, firsts = [x for x, _ in scored], [run.first for _, run in scored]
         with self.graph.inserting_before(site.node):
             if site.null_source is not None:
                 null = self.null(number, site)
@@ -144,8 +168,7 @@ class Rewrite:
     def tile(self, tile: Tile, number: int, site: Site) -> tuple[Node, Node]:
         """The mixture of a site over the older sources of its tile, and its log-sum-exp."""
         if tile not in self.tiles:
-            scored = self.scored(number, tile.sources)
-            args = (tile.sources, [x for x, _ in scored], [run.first for _, run in scored], tile.sites)
+            args = (tile.sources, *self.all_scored(number, tile.sources), tile.sites)
             with self.graph.inserting_before(site.node):
                 self.tiles[tile] = self.write.call(mhar.mix_tile.default, args, site.node)
         at = tile.sites.index(number)
@@ -161,8 +184,7 @@ class Rewrite:
                 args: tuple[Any, ...] = (site.grad_out, out, residue, site.heads)
                 self.couplings[number] = self.write.call(mhar.coupling.default, args, site.backward)
             else:
-                scored = self.scored(number, site.sources)
-                sources, logits, firsts = site.sources, [x for x, _ in scored], [run.first for _, run in scored]
+                sources, (logits, firsts) = site.sources, self.all_scored(number, site.sources)
                 if number in self.nulls:
                     null, null_logits, _ = self.nulls[number]
                     sources, logits, firsts = [null, *sources], [null_logits, *logits], [number, *firsts]
@@ -176,8 +198,9 @@ class Rewrite:
 
     def pull_null(self, number: int, site: Site) -> None:
         null, logits, rstd = self.nulls[number]
-        args = ([null], [rstd], [logits], [number], *self.arrived([number]), self.folded, [], [True])
         assert site.backward is not None
+        folded, base = self.folded_of(self.family.window_of(number), site.backward)
+        args = ([null], [rstd], [logits], [number - base], *self.arrived([number], base), folded, [], [True])
         node = self.write.call(mhar.pull.default, args, site.backward)
         self.partials.append((self.write.part(node, 1), [number]))
         if "null_source" in site.parameter_grads:
@@ -187,11 +210,11 @@ class Rewrite:
                 grad = self.write.call(torch.ops.prims.convert_element_type.default, (grad, dtype), site.backward)
             wanted.replace_all_uses_with(grad)
 
-    def arrived(self, sites: list[int]) -> tuple[Any, ...]:
-        """What pulls read of their sites: numbers, gradients, log-sum-exps, S and gates."""
+    def arrived(self, sites: list[int], base: int) -> tuple[Any, ...]:
+        """What pulls read of their sites: numbers from a window's first on, gradients, log-sum-exps, S and gates."""
         of = self.family.sites
         return (
-            sites,
+            [site - base for site in sites],
             [of[site].grad_out for site in sites],
             [self.mixes[site][1] for site in sites],
             [self.couplings[site] for site in sites],
@@ -200,21 +223,22 @@ class Rewrite:
 
     def pull(self, pull: Pull) -> None:
         runs = [total.run for total in pull.sums]
-        scores = [self.scores[run] for run in runs]
+        scored = [self.scored(run, pull.sites[0]) for run in runs]
         carried = [self.made[before, total] for total, before in zip(pull.sums, pull.carried, strict=False)]
-        args = (
-            [run.source for run in runs],
-            [rstd for _, rstd in scores],
-            [logits for logits, _ in scores],
-            [run.first for run in runs],
-            *self.arrived(pull.sites),
-            self.folded,
-            carried,
-            pull.wide,
-        )
         anchor = self.family.sites[pull.sites[-1]].backward
         assert anchor is not None
         with self.graph.inserting_before(anchor):
+            folded, base = self.folded_of(self.family.window_of(pull.sites[0]), anchor)
+            args = (
+                [run.source for run in runs],
+                [self.rstds[run] for run in runs],
+                [logits for logits, _ in scored],
+                [first - base for _, first in scored],
+                *self.arrived(pull.sites, base),
+                folded,
+                carried,
+                pull.wide,
+            )
             node = self.write.call(mhar.pull.default, args, anchor)
             self.partials.append((self.write.part(node, 1), pull.sites))
             for n, (total, last) in enumerate(zip(pull.sums, pull.last, strict=True)):
@@ -227,27 +251,28 @@ class Rewrite:
                 if last:
                     take_place(grads, self.made[pull, total])
 
-    def unfold(self) -> None:
-        """The gradients of the queries and key weights, once every pull has been made."""
-        sites = self.family.sites
+    def unfold(self, window: range, last: int) -> None:
+        """The gradients of a window's queries and key weights, once its pulls have been made; last: its last site."""
+        of, sites = self.family.sites, self.family.sites[window.start : window.stop]
+        names = ("query", "key_weight")
         wanted = [
-            (n, name) for n in self.family.order for name in ("query", "key_weight") if name in sites[n].parameter_grads
+            (n, name) for n in self.family.order if n in window for name in names if name in of[n].parameter_grads
         ]
-        if not wanted or not self.partials:
+        partials, self.partials = self.partials, []
+        anchor = of[last].backward
+        if not wanted or not partials or anchor is None:
             return
-        last = sites[self.family.order[-1]].backward
-        assert last is not None
         args = (
-            [partial for partial, _ in self.partials],
-            [site for _, rows in self.partials for site in rows],
+            [partial for partial, _ in partials],
+            [site - window.start for _, rows in partials for site in rows],
             [site.query for site in sites],
             [site.key_weight for site in sites],
         )
-        with self.graph.inserting_before(last):
-            node = self.write.call(mhar.unfold.default, args, last)
+        with self.graph.inserting_before(anchor):
+            node = self.write.call(mhar.unfold.default, args, anchor)
             for number, name in wanted:
-                grad = self.write.part(node, name == "key_weight", number)
-                sites[number].parameter_grads[name].replace_all_uses_with(grad)
+                grad = self.write.part(node, name == "key_weight", number - window.start)
+                of[number].parameter_grads[name].replace_all_uses_with(grad)
 
     def erase(self) -> None:
         """Remove the routes and their backwards, of which nothing is read any more."""

@@ -18,6 +18,7 @@ HOOK = "joint_custom_pre_pass"
 LOWERING = "post_grad_custom_pre_pass"
 EXPANSIONS: dict[Any, Callable[..., Any]] = {
     torch.ops.mhar.fold.default: eager_steps.fold,
+    torch.ops.mhar.part.default: eager_steps.part,
     torch.ops.mhar.coupling.default: eager_steps.coupling,
 }
 

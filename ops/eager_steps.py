@@ -56,6 +56,11 @@ def score(source: Tensor, folded: Tensor, first: int, count: int, eps: float) ->
     return logits.permute(2, 1, 0).reshape(count, *rstd.shape, folded.shape[1]).contiguous(), rstd
 
 
+def part(logits: Tensor, first: int, count: int) -> Tensor:
+    """Some sites' rows [count, ..., H] of logits [sites, ..., H], in memory of their own."""
+    return logits.narrow(0, first, count) * 1  # no clone, which Inductor would take for the rows where they lie
+
+
 def mix(
     sources: Sequence[Tensor],
     logits: Sequence[Tensor],

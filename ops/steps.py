@@ -21,6 +21,7 @@ UNFOLD = (
     " -> (Tensor[] grad_queries, Tensor[] grad_key_weights)"
 )
 SCORE = "(Tensor source, Tensor folded, int first, int count, float eps) -> (Tensor logits, Tensor rstd)"
+PART = "(Tensor logits, int first, int count) -> Tensor"
 MIX = (
     "(Tensor[] sources, Tensor[] logits, int[] firsts, int site, Tensor? residual, Tensor? gate, Tensor? carried,"
     " Tensor? carried_lse, ScalarType dtype, bool keep) -> (Tensor out, Tensor lse, Tensor residue)"
@@ -44,6 +45,7 @@ def register(library: torch.library.Library, refuse_vmap: Callable[..., Any]) ->
         ("fold", FOLD, eager_steps.fold, fake_fold),
         ("unfold", UNFOLD, eager_steps.unfold, fake_unfold),
         ("score", SCORE, eager_steps.score, fake_score),
+        ("part", PART, eager_steps.part, fake_part),
         ("mix", MIX, eager_steps.mix, fake_mix),
         ("mix_tile", MIX_TILE, eager_steps.mix_tile, fake_mix_tile),
         ("coupling", COUPLING, eager_steps.coupling, fake_coupling),
@@ -88,6 +90,10 @@ def fake_unfold(
 def fake_score(source: Tensor, folded: Tensor, first: int, count: int, eps: float) -> tuple[Tensor, Tensor]:
     tokens = source.shape[:-1]
     return folded.new_empty((count, *tokens, folded.shape[1])), folded.new_empty(tokens)
+
+
+def fake_part(logits: Tensor, first: int, count: int) -> Tensor:
+    return logits.new_empty((count, *logits.shape[1:]))
 
 
 def fake_mix(

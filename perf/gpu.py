@@ -1,7 +1,7 @@
 """The kernels on a GPU: correctness first, then times beside the card's copy bandwidth and beside what others do.
 
-    python -m perf.gpu                          everything but steps, meant for 15 minutes on an H200
-    python -m perf.gpu steps                    training steps of the presets, with the paper's batches
+    python -m perf.gpu                          everything but training steps, meant for 15 minutes on an H200
+    python -m perf.gpu step_1b slice_8b         training steps, each some minutes of compilation
     python -m perf.gpu widths large repeats     some sections
     python -m perf.gpu --dry-run                what would run
     TRITON_INTERPRET=1 python -m perf.gpu --self-check      all of it at tiny sizes on the CPU
@@ -38,13 +38,15 @@ from mhar_compile.lowering import steps
 from mhar_compile.lowering.launch import Launch
 from mhar_compile.lowering.rules import RECTANGLE
 
-from . import checks, clock, models, rivals, step_checks
+from . import checks, clock, models, rivals, step_checks, training
 from .clock import Row, Setup
 from .step_checks import Sizes
 
 SANITIZER_SECONDS = 110  # of each tool; the kernels are compiled once, for both
 SECTION_SECONDS = 240  # most of a section's time is Triton's, which compiles a kernel in 1 to 3 s
-LONGER = {"rectangles": 420, "compiled": 420, "chains": 420, "steps": 1500}  # Inductor's compilation of whole models
+LONGER = {"rectangles": 420, "compiled": 420, "chains": 420} | dict.fromkeys(
+    training.STEPS, 560
+)  # Inductor's compilation of whole models
 
 
 @dataclass(frozen=True)
@@ -358,14 +360,14 @@ CORRECTNESS = {
     section.__name__: section
     for section in (budgets, widths, batches, rectangles, large, repeats, sanitizer, models.compiled, models.packages)
 }
-TIMES = {section.__name__: section for section in (sites, models.chains, parts, others, models.steps)}
+TIMES = {section.__name__: section for section in (sites, models.chains, parts, others)} | training.STEPS
 SECTIONS = CORRECTNESS | TIMES
-DEFAULT = [name for name in SECTIONS if name != "steps"]  # which takes a quarter of an hour of compilation
+DEFAULT = [name for name in SECTIONS if name not in training.STEPS]  # which take minutes of compilation each
 
 
 def needed(name: str) -> set[str]:
     """The sections of correctness without which times mean nothing, where they are run."""
-    models_too = {"compiled"} if name in ("chains", "steps") else set()
+    models_too = {"compiled"} if name in ("chains", *training.STEPS) else set()
     return set(CORRECTNESS) - {"compiled", "packages"} | models_too
 
 
@@ -464,7 +466,10 @@ def show(name: str, found: Row) -> None:
 def parsed(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m perf.gpu", description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument(
-        "sections", nargs="*", metavar="SECTION", help=f"{', '.join(SECTIONS)}; all but steps where none is named"
+        "sections",
+        nargs="*",
+        metavar="SECTION",
+        help=f"{', '.join(SECTIONS)}; all but training steps where none is named",
     )
     parser.add_argument("--out", type=Path, default=Path("perf/results"), help="folder of the JSON file")
     parser.add_argument("--name", default=time.strftime("gpu-%Y%m%d-%H%M%S"), help="name of the JSON file")

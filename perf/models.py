@@ -1,4 +1,4 @@
-"""Sections of perf/gpu.py on whole models: compiled decoders and packages are right; times of chains and of steps."""
+"""Sections of perf/gpu.py on whole models: compiled decoders and packages are right; times of chains."""
 
 from __future__ import annotations
 
@@ -15,12 +15,10 @@ import mhar_compile
 from mhar_compile import Decoder, route
 
 from .clock import Row, Setup
-from .model_checks import VOCABULARY, Case, cases, check
+from .model_checks import Case, cases, check
 from .rivals import EPS
 
 CHAINS = (("100M", 25, 16384, 512, 4), ("350M", 49, 4096, 1024, 8), ("1B", 73, 2048, 1280, 8))
-# The paper's microbatches, which took 41.5, 19.4 and 19.0 GB with pre-norm: preset, batch, length.
-STEPS = (("100m", 8, 2048), ("350m", 4, 1024), ("1b", 2, 1024))
 
 
 def compiled(setup: Setup) -> Iterator[Row]:
@@ -171,47 +169,3 @@ def chain_times(
 
     for part, function in (("forward", forward), ("forward + backward", both)):
         yield {"name": title, "shape": shape, "pass": part, "us": setup.time(function)}
-
-
-def steps(setup: Setup) -> Iterator[Row]:
-    """Training steps of the presets, in bfloat16 with AdamW: pre-norm and routing, compiled in several ways; long."""
-    for preset, batch, length in [("tiny", 2, 4)] if setup.tiny else STEPS:
-        baseline = None
-        for residual, way in [("prenorm", "torch.compile"), *(("mhar", way) for way in compilers(setup))]:
-            compile_by, title = compilers(setup)[way], f"{preset} {residual}, {way}"
-            for row in attempts(title, partial(step_time, setup, compile_by, title, residual, preset, batch, length)):
-                if residual == "prenorm":
-                    baseline = row.get("us")
-                yield row | ({"of_prenorm": baseline / row["us"]} if baseline and "us" in row else {})
-
-
-def step_time(
-    setup: Setup, compile_by: Callable[[Any], Any], title: str, residual: str, preset: str, batch: int, length: int
-) -> Iterator[Row]:
-    """Microseconds and, on a GPU, gigabytes of one step: forward, backward, update."""
-    torch.manual_seed(0)
-    sizes: dict[str, Any] = {"layers": 1, "vocabulary": VOCABULARY} if setup.tiny else {}
-    with torch.device(setup.device):
-        model = Decoder.from_preset(preset, residual=residual, **sizes).bfloat16()
-        tokens = torch.randint(model.config.vocabulary, (batch, length + 1))
-    optimizer = torch.optim.AdamW(model.parameters(), fused=setup.device == "cuda")
-    run = compile_by(partial(loss, model))
-
-    def step() -> None:
-        optimizer.zero_grad()
-        stepped(run, tokens).backward()
-        optimizer.step()
-
-    cuda = setup.device == "cuda"
-    if cuda:
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats()
-    us = setup.time(step)
-    row: Row = {"name": title, "us": us, "tokens_s": batch * length / (us * 1e-6)}
-    yield row | ({"gb": torch.cuda.max_memory_allocated() / 1e9} if cuda else {})
-
-
-def loss(model: Decoder, tokens: Tensor) -> Tensor:
-    """Mean cross-entropy of the next token; tokens [B, T + 1]."""
-    logits = model(tokens[:, :-1])
-    return nn.functional.cross_entropy(logits.float().flatten(0, 1), tokens[:, 1:].flatten())

@@ -45,7 +45,7 @@ def test_a_failing_section_keeps_its_rows_and_the_other_sections(tmp_path, monke
 
 
 def test_wrong_models_cost_the_times_of_models_alone():
-    assert "compiled" in gpu.needed("chains") & gpu.needed("steps")
+    assert "compiled" in gpu.needed("chains") & gpu.needed("step_1b") & gpu.needed("slice_8b")
     assert not {"compiled", "packages"} & gpu.needed("sites")
     assert {"rectangles", "budgets", "large"} <= gpu.needed("sites") & gpu.needed("chains")
 

@@ -1,14 +1,17 @@
 """The code that Inductor would run on CUDA, generated without a GPU: launches, binaries, copies, buffers."""
 
+import functools
 import re
 
 import pytest
 import torch
+from torch.utils.checkpoint import checkpoint
 
 pytest.importorskip("triton", reason="the kernels are written in Triton")
 
 from mhar_compile import Decoder, route
 from mhar_compile.compiler import HOOK, LOWERING
+from mhar_compile.lowering import planning
 from perf.codegen import generator, modules
 
 OURS = ("score", "mix", "coupling", "pull", "query_gradient", "site_sums", "site_forward", "site_backward")
@@ -103,6 +106,24 @@ def test_73_sites_have_few_binaries():
     forward, backward = modules(Chain(73, 1280, 8), x)
     assert sum(ours(forward.binaries).values()) + sum(ours(backward.binaries).values()) <= 12
     assert "mhar." not in forward.body + backward.body
+
+
+def test_windows_save_parts_of_logits_that_are_memory_of_their_own(monkeypatch):
+    """Inductor would return the rows where they lie in place of their clone, and so keep all of the logits alive."""
+    windowed = planning.windowed
+    monkeypatch.setattr(planning, "windowed", lambda family, *args: windowed(family, *args[:2], True, args[3]))
+    model = decoder("block")
+    for block in model.blocks:
+        block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False)
+    forward, backward = modules(model, tokens(), rewrite="always", window=2, tile=1)
+    scores = [call.split(", ") for call in re.findall(r"score_named_\d+\.run\((.*), stream=", forward.body)]
+    whole = {
+        re.findall(r"buf\d+", call)[-2] for call in map(", ".join, scores) if int(call.split(", ")[-3]) > 2 * 2 + 3
+    }
+    (returned,) = re.findall(r"return \((.*)\)", forward.body)
+    assert whole
+    assert not whole & set(re.findall(r"buf\d+", returned))
+    assert ours(backward.launches)["site_sums"] == (SITES + 1) // 2, "one for each window"
 
 
 def test_batch_and_length_may_be_symbols():

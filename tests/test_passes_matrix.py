@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
+import operator
 from collections import Counter
 from typing import Any
 
@@ -13,12 +14,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
-from torch.fx import Graph
+from torch.fx import Graph, Node
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import mhar_compile
 from mhar_compile import Decoder, DecoderConfig, Router, route
 from mhar_compile.compiler import joint_pass
+from mhar_compile.lowering import planning
 from mhar_compile.lowering.report import Report
 from mhar_compile.lowering.tracing import Trace, tracer
 
@@ -125,6 +127,40 @@ def test_topologies(row: tuple[Any, ...]) -> None:
         assert {line.split(": ")[1] for line in report.left_alone} <= {"it has no sources but the null source"}
     for forward, backward in found.after:
         check_recompute(forward, backward, row[1], report)
+
+
+@pytest.mark.parametrize(
+    ("residual", "dtype", "window"),
+    [("mhar", torch.float32, 2), ("block", torch.bfloat16, 3), ("delta", torch.float32, 1)],
+    ids=str,
+)
+def test_windows_that_free_what_they_hold(
+    residual: str, dtype: torch.dtype, window: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Logits in parts, queries folded and unfolded a window at a time: no window reads another's."""
+    found, windowed = Trace(), planning.windowed
+    monkeypatch.setattr(planning, "windowed", lambda family, *args: windowed(family, *args[:2], True, args[3]))
+
+    def compile_with(model: nn.Module, dynamic: bool) -> Any:
+        torch._dynamo.reset()
+        settings: dict[str, Any] = {"rewrite": "always", "window": window, "tile": 1}
+        backend = tracer(found, joint_pass(reports=found.reports.append, **settings))
+        return torch.compile(model, backend=backend, dynamic=dynamic, fullgraph=True)
+
+    check(residual, 3, ("full", residual == "block", dtype, False), compile_with)
+    for forward, backward in found.after:
+        first, second = (Counter(str(node.target) for node in graph.nodes) for graph in (forward, backward))
+        assert first["mhar.part.default"] > second["mhar.part.default"] == 0
+        assert second["mhar.fold.default"] == second["mhar.unfold.default"] > 1
+        kept = {node.name for node in backward.find_nodes(op="placeholder")}
+        logits = [node for node in forward.nodes if node.name in kept and is_logits(node)]
+        assert logits
+        assert all(node.meta["val"].shape[0] <= window for node in logits), "no more is saved than a window reads"
+
+
+def is_logits(node: Node) -> bool:
+    scored = node.target is operator.getitem and node.args[1] == 0 and "score" in str(node.args[0])
+    return scored or "mhar.part" in str(node.target)
 
 
 def unpassed(model: nn.Module, dynamic: bool) -> Any:

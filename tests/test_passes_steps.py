@@ -144,12 +144,21 @@ def samples() -> dict[str, tuple[Any, ...]]:
         "fold": (q, w, torch.float32),
         "unfold": ([folded, folded[:1]], [0, 1, 1], q, w),
         "score": (x[0], folded, 0, 2, 1e-6),
+        "part": (logits[0], 1, 1),
         "mix": (x, logits, [0, 0], 1, x[1], gate, tiled[0], tiled_lse[0], torch.float32, False),
         "mix_tile": (x, logits, [0, 0], [1, 0]),
         "coupling": (bf16, bf16, torch.zeros(2, 3, 8, dtype=torch.int8), 2),
         "coupling_from_sources": (x[0], x, logits, [0, 0], 1, lse, gate),
         "pull": (x, rstds, logits, [0, 0], [1, 0], x, [lse] * 2, [lse] * 2, [gate, None], folded, x, [True, False]),
     }
+
+
+def test_a_part_is_a_copy_of_its_own() -> None:
+    logits = torch.randn(5, 2, 3, 4)
+    for first, count in ((0, 5), (1, 1), (2, 3)):
+        part = mhar.part(logits, first, count)
+        assert part.equal(logits[first : first + count])
+        assert part.untyped_storage().nbytes() == 4 * part.numel()
 
 
 @pytest.mark.parametrize("name", list(samples()))
