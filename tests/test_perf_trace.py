@@ -1,7 +1,9 @@
 """The trace of a compiled step: our calls have names with their sites, and TensorBoard's plugin shows the operators."""
 
+import json
 import re
 import warnings
+from collections import defaultdict
 from contextlib import contextmanager
 
 import pytest
@@ -51,6 +53,24 @@ def test_the_plugin_shows_our_operators(recorded):
     assert calls["mhar::mix"] == 2 * SITES
     assert calls["mhar::score"] == 2 * SITES
     assert calls["mhar::pull"] > 0
+
+
+def test_ranges_nest(recorded):
+    """Perfetto drops a range that outlasts the one it begins in."""
+    _, folder = recorded
+    (path,) = folder.glob("*.pt.trace.json")
+    tracks = defaultdict(list)
+    for event in json.loads(path.read_text())["traceEvents"]:
+        if event["ph"] == "X":
+            tracks[event["pid"], event["tid"]].append((event["ts"], -event["dur"], event["name"]))
+    assert sum(name.startswith("forward: mix, site") for track in tracks.values() for _, _, name in track) == 2 * SITES
+    for track in tracks.values():
+        ends = []
+        for start, negated, name in sorted(track):
+            while ends and ends[-1] <= start:
+                ends.pop()
+            assert not ends or start - negated <= ends[-1] + 0.001, name  # microseconds, written with three digits
+            ends.append(start - negated)
 
 
 def test_the_summary_is_printed(tmp_path, capsys):
