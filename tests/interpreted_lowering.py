@@ -9,12 +9,12 @@ from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._inductor.decomposition import select_decomp_table
 
 from mhar_compile.compiler import EXPANSIONS, joint_pass
-from mhar_compile.lowering import planning
 from mhar_compile.lowering.lowered import Lowering
 from mhar_compile.lowering.tracing import boxed
 from perf.model_checks import Case, check
 
 from . import interpreted  # noqa: F401  rounds as the hardware does
+from .windows import windows_that_free
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*:RuntimeWarning")  # numpy, of padded rows
 
@@ -64,10 +64,9 @@ def test_launches_compute_what_the_operators_do(case):
     compare(case)
 
 
-def test_launches_of_windows_that_free_what_they_hold(monkeypatch):
-    windowed = planning.windowed
-    monkeypatch.setattr(planning, "windowed", lambda family, *args: windowed(family, *args[:2], True, args[3]))
-    compare(Case("delta", torch.float32, checkpointed=True), window=2, tile=1)
+def test_launches_of_windows_that_free_what_they_hold():
+    with windows_that_free():
+        compare(Case("delta", torch.float32, checkpointed=True), window=2, tile=1)
 
 
 def compare(case, **settings):

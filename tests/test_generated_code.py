@@ -11,8 +11,8 @@ pytest.importorskip("triton", reason="the kernels are written in Triton")
 
 from mhar_compile import Decoder, route
 from mhar_compile.compiler import HOOK, LOWERING
-from mhar_compile.lowering import planning
 from perf.codegen import generator, modules
+from tests.windows import windows_that_free
 
 OURS = ("score", "mix", "coupling", "pull", "query_gradient", "site_sums", "site_forward", "site_backward")
 LAYERS = 3
@@ -108,14 +108,13 @@ def test_73_sites_have_few_binaries():
     assert "mhar." not in forward.body + backward.body
 
 
-def test_windows_save_parts_of_logits_that_are_memory_of_their_own(monkeypatch):
+def test_windows_save_parts_of_logits_that_are_memory_of_their_own():
     """Inductor would return the rows where they lie in place of their clone, and so keep all of the logits alive."""
-    windowed = planning.windowed
-    monkeypatch.setattr(planning, "windowed", lambda family, *args: windowed(family, *args[:2], True, args[3]))
     model = decoder("block")
     for block in model.blocks:
         block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False)
-    forward, backward = modules(model, tokens(), rewrite="always", window=2, tile=1)
+    with windows_that_free():
+        forward, backward = modules(model, tokens(), rewrite="always", window=2, tile=1)
     scores = [call.split(", ") for call in re.findall(r"score_named_\d+\.run\((.*), stream=", forward.body)]
     whole = {
         re.findall(r"buf\d+", call)[-2] for call in map(", ".join, scores) if int(call.split(", ")[-3]) > 2 * 2 + 3

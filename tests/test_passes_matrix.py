@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 import math
@@ -20,9 +21,9 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 import mhar_compile
 from mhar_compile import Decoder, DecoderConfig, Router, route
 from mhar_compile.compiler import joint_pass
-from mhar_compile.lowering import planning
 from mhar_compile.lowering.report import Report
 from mhar_compile.lowering.tracing import Trace, tracer
+from tests.windows import windows_that_free
 
 FACTORS: list[list[Any]] = [
     ["mhar", "attnres", "block", "delta"],
@@ -134,12 +135,9 @@ def test_topologies(row: tuple[Any, ...]) -> None:
     [("mhar", torch.float32, 2), ("block", torch.bfloat16, 3), ("delta", torch.float32, 1)],
     ids=str,
 )
-def test_windows_that_free_what_they_hold(
-    residual: str, dtype: torch.dtype, window: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_windows_that_free_what_they_hold(residual: str, dtype: torch.dtype, window: int) -> None:
     """Logits in parts, queries folded and unfolded a window at a time: no window reads another's."""
-    found, windowed = Trace(), planning.windowed
-    monkeypatch.setattr(planning, "windowed", lambda family, *args: windowed(family, *args[:2], True, args[3]))
+    found = Trace()
 
     def compile_with(model: nn.Module, dynamic: bool) -> Any:
         torch._dynamo.reset()
@@ -147,7 +145,8 @@ def test_windows_that_free_what_they_hold(
         backend = tracer(found, joint_pass(reports=found.reports.append, **settings))
         return torch.compile(model, backend=backend, dynamic=dynamic, fullgraph=True)
 
-    check(residual, 3, ("full", residual == "block", dtype, False), compile_with)
+    with windows_that_free():
+        check(residual, 3, ("full", residual == "block", dtype, False), compile_with)
     for forward, backward in found.after:
         first, second = (Counter(str(node.target) for node in graph.nodes) for graph in (forward, backward))
         assert first["mhar.part.default"] > second["mhar.part.default"] == 0
@@ -218,20 +217,30 @@ graphs = st.lists(sublayers, min_size=1, max_size=6)
 
 
 class Drawn(nn.Module):
-    """A drawn graph of sites."""
+    """A drawn graph of sites, cut into groups of which every other one is checkpointed."""
 
-    def __init__(self, graph: list[tuple[list[int], str, bool]]) -> None:
+    def __init__(self, graph: list[tuple[list[int], str, bool]], cuts: set[int]) -> None:
         super().__init__()
         self.graph = graph
+        self.groups = list(itertools.pairwise(sorted({0, len(graph)} | {cut for cut in cuts if cut < len(graph)})))
         self.routers = nn.ModuleList(Router(4, 2, null_source=gated, gate=gated) for _, _, gated in graph)
         self.double()
 
     def forward(self, x: Tensor) -> list[Tensor]:
-        sources, returned = [x, x.sin()], []
-        for router, (reads, kind, gated) in zip(self.routers, self.graph, strict=True):
+        sources, returned = (x, x.sin()), []
+        for n, group in enumerate(self.groups):
+            function = functools.partial(self.sublayers, group)
+            sources, more = checkpoint(function, *sources, use_reentrant=False) if n % 2 else function(*sources)
+            returned += more
+        return [*returned, sources[-1]]
+
+    def sublayers(self, group: tuple[int, int], *given: Tensor) -> tuple[tuple[Tensor, ...], list[Tensor]]:
+        """The sources after a group of sublayers, and what it returns besides."""
+        sources, returned = list(given), []
+        for router, (reads, kind, gated) in list(zip(self.routers, self.graph, strict=True))[slice(*group)]:
             read = [sources[n % len(sources)] for n in reads]
             if kind == "reshape":
-                out = route([s.flatten(0, 1) for s in read], router.query).view(x.shape).exp()
+                out = route([s.flatten(0, 1) for s in read], router.query).view(given[0].shape).exp()
             else:
                 out = router(read, residual=sources[-1] if gated else None).cos()
             if kind == "add":
@@ -239,16 +248,31 @@ class Drawn(nn.Module):
             else:
                 sources.append(out if kind != "both" else out + sources[0])
             returned += [out] if kind == "return" else []
-        return [*returned, sources[-1]]
+        return tuple(sources), returned
 
 
 @settings(max_examples=8)
-@given(graphs, st.sampled_from([None, 1, 2]), st.sampled_from([1, 2, 8]))
-def test_drawn_graphs(graph: list[tuple[list[int], str, bool]], window: int | None, tile: int) -> None:
-    model, found = Drawn(graph), Trace()
+@given(
+    graphs,
+    st.sets(st.integers(1, 5), max_size=3),
+    st.sampled_from([None, 1, 2]),
+    st.sampled_from([1, 2, 8]),
+    st.booleans(),
+)
+def test_drawn_graphs(
+    graph: list[tuple[list[int], str, bool]], cuts: set[int], window: int | None, tile: int, frees: bool
+) -> None:
+    model, found = Drawn(graph, cuts), Trace()
     torch._dynamo.reset()
     passes = joint_pass(reports=found.reports.append, rewrite="always", window=window, tile=tile)
     compiled = torch.compile(model, backend=tracer(found, passes), fullgraph=True)
+    with windows_that_free() if frees else contextlib.nullcontext():
+        compare_on_draws(compiled, model)
+    assert not found.report.left_alone
+
+
+def compare_on_draws(compiled: Any, model: nn.Module) -> None:
+    """Results and gradients of a compiled float64 model against eager, for other values each time."""
     for _ in range(10):
         for parameter in model.parameters():
             nn.init.normal_(parameter)
@@ -262,4 +286,3 @@ def test_drawn_graphs(graph: list[tuple[list[int], str, bool]], window: int | No
             torch.testing.assert_close(
                 actual.sum() if wanted.dim() == 0 else actual, wanted, rtol=1e-8, atol=1e-8, check_dtype=False
             )
-    assert not found.report.left_alone
