@@ -42,6 +42,7 @@ def pretended_gpu() -> Iterator[None]:
     """Let torch and triton believe in one H200 meanwhile."""
     import torch._dynamo.device_interface as interfaces
     from torch._inductor.fx_utils import FakeTensorUpdater
+    from torch._subclasses import fake_tensor
     from torch.utils._triton import has_triton
     from triton.backends.compiler import GPUTarget
     from triton.runtime import driver
@@ -75,6 +76,7 @@ def pretended_gpu() -> Iterator[None]:
         mock.patch.object(driver, "_active", stub),
         # Running operators on CUDA tensors again would need a build with CUDA; their values are known.
         mock.patch.object(FakeTensorUpdater, "incremental_update", constant(0)),
+        mock.patch.object(fake_tensor, "init_gpu_context", constant(None)),  # a tensor on the real device
     ):
         has_triton.cache_clear()
         yield
