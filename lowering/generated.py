@@ -46,7 +46,7 @@ def node_target(kernel: Any, options: tuple[tuple[str, int], ...], writes: froze
             name: laid_out(value, strides[name], written=name in writes) if name in strides else value
             for name, value in arguments.items()
         }
-        KernelLaunch(kernel, config, [expression(size) for size in grid], arguments, writes)
+        KernelLaunch(kernel, config, [expression(size) for size in (*grid, 1, 1)[:3]], arguments, writes)
 
     launch_kernel.__name__ = kernel.fn.__name__
     launch_kernel._inductor_lowering_function = True  # type: ignore[attr-defined]
@@ -83,7 +83,7 @@ class KernelLaunch(ir.UserDefinedTritonKernel):
         )
         self.kernel_idx = -1
         self.kernel_args = arguments
-        self.grid = [tuple(grid)]
+        self.grid = [tuple(grid)]  # three sizes: the launcher has a parameter for each
         self.ordered_kwargs_for_cpp_kernel = list(arguments)
         mutated = {tensors[name].get_name(): arguments[name] for name in tensors if name in writes}
         self.mutable_args = list(mutated.values())

@@ -42,6 +42,7 @@ def pretended_gpu() -> Iterator[None]:
     """Let torch and triton believe in one H200 meanwhile."""
     import torch._dynamo.device_interface as interfaces
     from torch._inductor.fx_utils import FakeTensorUpdater
+    from torch._subclasses import fake_tensor
     from torch.utils._triton import has_triton
     from triton.backends.compiler import GPUTarget
     from triton.runtime import driver
@@ -75,6 +76,7 @@ def pretended_gpu() -> Iterator[None]:
         mock.patch.object(driver, "_active", stub),
         # Running operators on CUDA tensors again would need a build with CUDA; their values are known.
         mock.patch.object(FakeTensorUpdater, "incremental_update", constant(0)),
+        mock.patch.object(fake_tensor, "init_gpu_context", constant(None)),  # a tensor on the real device
     ):
         has_triton.cache_clear()
         yield
@@ -168,9 +170,21 @@ def generated(kind: str, moved: GraphModule, options: dict[str, Any]) -> Module:
             is_backward=kind == "backward", cpp_wrapper=False, aot_mode=False,
         )  # fmt: skip
         with V.set_graph_handler(lowering), V.set_debug_handler(DebugContext()):
-            lowering.run(*inputs)
+            with inductor.patch(graph_partition=False):  # with it, there are no reasons but pieces
+                lowering.run(*inputs)
+                reason = without_graphs(lowering, moved)
             code, _ = lowering.codegen()
-    return Module(kind, str(code.value), lowering.disable_cudagraphs_reason, tuple(lowering.mutated_inputs))
+    return Module(kind, str(code.value), reason, tuple(lowering.mutated_inputs))
+
+
+def without_graphs(lowering: Any, moved: GraphModule) -> str | None:
+    """Why Inductor would not record a graph as a CUDA graph, if it would not."""
+    from torch._inductor.cudagraph_utils import check_multiple_devices_or_any_cpu_nodes
+    from torch._inductor.utils import get_first_incompatible_cudagraph_node
+
+    unsafe = get_first_incompatible_cudagraph_node(moved)
+    reason = lowering.disable_cudagraphs_reason or (unsafe and f"operator {unsafe.target}")
+    return reason or check_multiple_devices_or_any_cpu_nodes(lowering.device_node_mapping)
 
 
 def on_cuda(module: GraphModule) -> GraphModule:

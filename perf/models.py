@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tempfile
+import warnings
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -15,14 +16,14 @@ import mhar_compile
 from mhar_compile import Decoder, route
 
 from .clock import Row, Setup
-from .model_checks import Case, cases, check
+from .model_checks import VOCABULARY, Case, cases, check, results
 from .rivals import EPS
 
 CHAINS = (("100M", 25, 16384, 512, 4), ("350M", 49, 4096, 1024, 8), ("1B", 73, 2048, 1280, 8))
 
 
 def compiled(setup: Setup) -> Iterator[Row]:
-    """Whole decoders through backend="mhar": within the budgets of eager and float64, no operator left in the code."""
+    """Whole decoders through backend="mhar": within eager's budgets, no operator left, results kept over steps."""
     some = [Case("block", inference=True)] if setup.tiny else cases()
     failed = 0
     for case in some:
@@ -35,16 +36,24 @@ def compiled(setup: Setup) -> Iterator[Row]:
 
 
 def compiled_case(setup: Setup, case: Case) -> Row:
-    """The largest error over that of eager, and how many modules Inductor generated."""
+    """The error over that of eager, and how many modules Inductor generated."""
     import torch._functorch.config as functorch
     import torch._inductor.config as inductor
     from torch._dynamo.utils import counters
     from torch._inductor.utils import run_and_get_code
 
-    shape, calls, sizes = ((2, 5), 1, {"layers": 1}) if setup.tiny else ((3, 37), 3 if case.graphs else 1, {})
+    shape, sizes = ((2, 5), {"layers": 1, "draws": 2}) if setup.tiny else ((3, 37), {})
+    made: list[tuple[Decoder, Callable[[Tensor], Tensor]]] = []
+
+    def remembered(model: Decoder, case: Case) -> Callable[[Tensor], Tensor]:
+        made.append((model, compile_with(model, case)))
+        return made[-1][1]
+
     counters.clear()
-    with inductor.patch(fx_graph_cache=False), functorch.patch(enable_autograd_cache=False):
-        ratio, codes = run_and_get_code(partial(check, case, setup.device, compile_with, shape, calls, **sizes))
+    with inductor.patch(fx_graph_cache=False), functorch.patch(enable_autograd_cache=False), warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*CUDAGraphs")
+        ratio, codes = run_and_get_code(partial(check, case, setup.device, remembered, shape, **sizes))
+        check_kept(*made[0], case, shape)
     assert codes, "Inductor generated no code"
     if setup.device == "cuda":
         lines = [line.split("#")[0] for code in codes for line in code.splitlines()]
@@ -52,6 +61,18 @@ def compiled_case(setup: Setup, case: Case) -> Row:
         assert any("_named" in code for code in codes), "no kernel of ours is launched"
     assert not counters["inductor"]["cudagraph_skips"], "Inductor left a CUDA graph out"
     return {"ratio": ratio, "modules": len(codes)}
+
+
+def check_kept(model: Decoder, compiled: Callable[[Tensor], Tensor], case: Case, shape: tuple[int, int]) -> None:
+    """What is kept of one step is unharmed by the next, in which a CUDA graph writes where it wrote before."""
+    device = next(model.parameters()).device
+    first, second = (torch.randint(VOCABULARY, shape, device=device) for _ in range(2))
+    kept = results(compiled, model, first, case.inference)  # copies, on the device
+    on_host = {name: value.cpu().clone() for name, value in kept.items()}
+    results(compiled, model, second, case.inference)
+    again = results(compiled, model, first, case.inference)
+    assert all(torch.equal(kept[name].cpu(), value) for name, value in on_host.items()), "a later step wrote into it"
+    assert torch.equal(again["logits"], kept["logits"]), "the same step has another result"
 
 
 def compile_with(model: Decoder, case: Case) -> Callable[[Tensor], Tensor]:

@@ -50,7 +50,7 @@ def backend(targets, **settings):
 
 
 CASES = [
-    Case("attnres", torch.float32),
+    Case("attnres", torch.bfloat16),  # of one head errors in float32 are luck: few of them make up the sum
     Case("mhar", torch.bfloat16),
     Case("block", torch.float32, checkpointed=True),
     Case("delta", torch.bfloat16),
@@ -78,7 +78,8 @@ def compare(case, **settings):
         return torch.compile(model, backend=launching, dynamic=case.dynamic, fullgraph=True)
 
     heads = {} if case.residual == "attnres" else {"routing_heads": 3}
-    check(case, "cpu", compile_with, (2, 4), width=24, heads=2, kv_heads=1, ffn_width=32, **heads)
+    sizes = {"layers": 2, "width": 24, "heads": 2, "kv_heads": 1, "ffn_width": 32, **heads}
+    check(case, "cpu", compile_with, (2, 4), draws=2, **sizes)
     names = {str(getattr(target, "__name__", target)) for target in targets}
     assert not [name for name in names if "mhar" in name]
     expected = {"score_named", "mix_named"} | ({"pull_named", "query_gradient_named"} if not case.inference else set())

@@ -1,7 +1,10 @@
-"""The code that Inductor would run on CUDA, generated without a GPU: launches, binaries, copies, buffers."""
+"""The code that Inductor would run on CUDA, generated without a GPU: launches, what they read, binaries, buffers."""
 
 import functools
+import itertools
 import re
+from collections import Counter
+from unittest import mock
 
 import pytest
 import torch
@@ -11,7 +14,11 @@ pytest.importorskip("triton", reason="the kernels are written in Triton")
 
 from mhar_compile import Decoder, route
 from mhar_compile.compiler import HOOK, LOWERING
+from mhar_compile.lowering import model, planning
+from mhar_compile.lowering.report import Report
+from mhar_compile.lowering.steps import runs_of
 from perf.codegen import generator, modules
+from perf.launches import calls, reads
 from tests.windows import windows_that_free
 
 OURS = ("score", "mix", "coupling", "pull", "query_gradient", "site_sums", "site_forward", "site_backward")
@@ -48,10 +55,64 @@ class Chain(torch.nn.Module):
         return sources[-1]
 
 
+def planned(model, *inputs, **settings):
+    """The plans that were carried out, and the forward and backward module."""
+    plans = []
+    with mock.patch.object(Report, "add", lambda _, plan: plans.append(plan)):
+        return plans, modules(model, *inputs, **settings)
+
+
 @pytest.fixture(scope="module")
-def generated():
-    """Forward and backward module by topology, and how many bytes of source the plain decoder's have."""
-    return {residual: modules(decoder(residual), tokens(), rewrite="always") for residual in ("mhar", "block", "delta")}
+def plans_and_modules():
+    """By topology; and of a chain that is tiled and has more sources than a launch takes."""
+    found = {
+        residual: planned(decoder(residual), tokens(), rewrite="always") for residual in ("mhar", "block", "delta")
+    }
+    x = torch.empty(2, 64, 1280, dtype=torch.bfloat16, device="meta", requires_grad=True)
+    return found | {"chain": planned(Chain(24, 1280, 8), x)}
+
+
+@pytest.fixture(scope="module")
+def generated(plans_and_modules):
+    """Forward and backward module by topology."""
+    return {name: found for name, (_, found) in plans_and_modules.items()}
+
+
+def forward_reads(family):
+    """By source, how often the plan says that scores and mixes read it: at each site, or once in the site's tile."""
+    found = {source: Counter(score=len(runs)) for source, runs in family.runs.items()}
+    for number, site in enumerate(family.sites):
+        tile = family.tile_of(number)
+        for source in site.sources:
+            found[source]["mix"] += tile is None or source not in tile.sources
+    for tile in family.tiles:
+        for source in tile.sources:
+            found[source]["mix"] += 1
+    return found
+
+
+def backward_reads(family):
+    """By source, how often the plan says that pulls, the queries' gradients and couplings read it."""
+    found = {source: Counter() for source in family.runs}
+    for pull in family.pulls:
+        for total in pull.sums:
+            launches = len(runs_of(pull.sites))  # one for every 16 sites that follow each other
+            found[total.run.source].update(pull=launches, query_gradient=launches)
+    for number in set(family.order) - family.from_output:
+        for source in family.sites[number].sources:
+            found[source]["coupling"] += 1
+    return found
+
+
+def patterns(by_source):
+    """How many sources are read how often by what."""
+    return Counter(tuple(sorted((+counts).items())) for counts in by_source.values())
+
+
+# What makes the host wait for the device, or copies from one to the other: a CUDA graph holds nothing of the kind.
+WAITS = re.compile(
+    r"\.(cpu|item|tolist|cuda|numpy|pin_memory|synchronize|copy_)\(|empty_strided_cpu|device='?cpu|\.to\(|torch\.tensor\("
+)
 
 
 @pytest.mark.parametrize("residual", ["mhar", "block", "delta"])
@@ -59,8 +120,30 @@ def test_no_operator_remains(generated, residual):
     for module in generated[residual]:
         assert "mhar." not in module.body
         assert "torch.ops." not in module.body.replace("torch.ops.aten", ""), "what is left is aten's, as matmul is"
-        assert module.without_graphs is None
         assert module.mutated == ()
+
+
+def test_code_can_be_recorded_as_cuda_graphs(generated):
+    for module in itertools.chain.from_iterable(generated.values()):
+        assert module.without_graphs is None
+        assert WAITS.findall(module.body) == []
+        assert "Runner(partitions=[])" in module.source, "it is one piece"
+
+
+def test_reasons_not_to_record_are_found():
+    """So that their absence means something."""
+
+    def wait(x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    tags = [torch.Tag.cudagraph_unsafe]
+    with torch.library._scoped_library("waiting", "FRAGMENT") as library, torch.no_grad():
+        library.define("wait(Tensor x) -> Tensor", tags=tags)
+        library.impl("wait", wait, "Meta")
+        (module,) = modules(lambda x: torch.ops.waiting.wait(x) + 1, torch.empty(3, 64, device="meta"))
+    assert "wait" in module.without_graphs
+    assert WAITS.search("buf1 = buf0.item()")
+    assert WAITS.search("torch.cuda.synchronize()")
 
 
 @pytest.mark.parametrize("residual", ["mhar", "block", "delta"])
@@ -92,10 +175,57 @@ def test_buffers_are_reused(generated):
         assert module.body.count("# reuse") >= SITES
 
 
-def test_a_deep_chain_has_few_binaries():
+TOPOLOGIES = ["mhar", "block", "delta", "chain"]
+
+
+@pytest.mark.parametrize("name", TOPOLOGIES)
+def test_each_source_is_read_as_often_as_the_plan_says(plans_and_modules, name):
+    """It is scored once, mixed at each site or tile, and pulled once from each site, in as many launches as planned."""
+    (plan,), (forward, backward) = plans_and_modules[name]
+    assert patterns(reads(forward)) == patterns(forward_reads(plan.family))
+    assert patterns(reads(backward)) == patterns(backward_reads(plan.family))
+    assert {counts["score"] for counts in reads(forward).values()} == {1}, "no topology leaves gaps between its sites"
+    pairs = sum(len(site.sources) for site in plan.family.sites)
+    pulled = [len(call.sources) * call.number("count") for call in calls(backward) if call.kernel == "pull"]
+    assert sum(pulled) == pairs
+    mixed = sum(counts["mix"] for counts in reads(forward).values())
+    assert mixed < pairs if name == "chain" else mixed == pairs
+
+
+@pytest.mark.parametrize("name", TOPOLOGIES)
+def test_the_forward_moves_the_bytes_of_the_model(plans_and_modules, name):
+    """The launches' bytes, by the model's formulas on what the launches are given, are those that it planned with."""
+    (plan,), (forward, _) = plans_and_modules[name]
+    shape, found, count, carried = plan.family.shape, [], 0, None
+    for call in calls(forward):
+        if call.kernel == "score" and call.sources:
+            found.append(model.score(shape, call.number("sites")))
+        if call.kernel != "mix":
+            continue
+        count += len(call.sources)
+        carried = bool(call.number("carried")) if carried is None else carried
+        if not call.number("last"):
+            continue  # of several launches for one step; the state between them is not in the model
+        sites, extra, keep = call.constants["SITES"], call.arguments["residual"] != -1, call.arguments["residue"] != -1
+        tiled = sites > 1
+        found.append(model.mix_tile(shape, count, sites) if tiled else model.mix(shape, count, extra, carried, keep))
+        count, carried = 0, None
+    assert Counter(found) == Counter(planning.forward_after(plan.family))
+
+
+@pytest.mark.parametrize("name", TOPOLOGIES)
+def test_launchers_are_given_three_sizes_of_a_grid(generated, name):
+    """Or the launch would fail: Inductor's launchers have a parameter for each."""
+    for module in generated[name]:
+        launched = calls(module)
+        assert launched
+        assert len(launched) == sum(ours(module.launches).values())
+        assert all(all(size > 0 for size in call.grid) for call in launched)
+
+
+def test_a_deep_chain_has_few_binaries(generated):
     """As many as 73 sites, since binaries depend on the width, the rectangles' sizes and what is carried, not on N."""
-    x = torch.empty(2, 64, 1280, dtype=torch.bfloat16, device="meta", requires_grad=True)
-    forward, backward = modules(Chain(24, 1280, 8), x)
+    forward, backward = generated["chain"]
     assert sum(ours(forward.binaries).values()) + sum(ours(backward.binaries).values()) <= 12
     assert ours(forward.launches)["score"] == 24
 
@@ -115,16 +245,15 @@ def test_windows_save_parts_of_logits_that_are_memory_of_their_own():
         block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False)
     with windows_that_free():
         forward, backward = modules(model, tokens(), rewrite="always", window=2, tile=1)
-    scores = [call.split(", ") for call in re.findall(r"score_named_\d+\.run\((.*), stream=", forward.body)]
-    whole = {
-        re.findall(r"buf\d+", call)[-2] for call in map(", ".join, scores) if int(call.split(", ")[-3]) > 2 * 2 + 3
-    }
+    scores = [call for call in calls(forward) if call.kernel == "score" and call.number("sites") > 2]
+    whole = {call.arguments["logits"] for call in scores}
     (returned,) = re.findall(r"return \((.*)\)", forward.body)
     assert whole
     assert not whole & set(re.findall(r"buf\d+", returned))
     assert ours(backward.launches)["site_sums"] == (SITES + 1) // 2, "one for each window"
 
 
+@pytest.mark.filterwarnings(r"ignore:\s*Online softmax is disabled:UserWarning")  # torch 2.11, of its own decomposition
 def test_batch_and_length_may_be_symbols():
     forward, backward = modules(decoder("delta"), tokens(), dynamic=True, rewrite="always")
     for module in (forward, backward):
@@ -134,11 +263,19 @@ def test_batch_and_length_may_be_symbols():
         assert all(re.search(r"\bs\d+\b", call) for call in calls), "grids and token counts come from the sizes"
 
 
-def test_inference_graphs_are_lowered():
+@pytest.mark.parametrize("residual", ["mhar", "block", "delta"])
+def test_inference_graphs_are_lowered(residual):
     with torch.no_grad():
-        (module,) = modules(decoder("mhar"), tokens(), rewrite="always")
+        (module,) = modules(decoder(residual), tokens(), rewrite="always")
     assert module.kind == "inference"
-    assert ours(module.launches) == {"score": SITES, "mix": SITES}
+    assert module.without_graphs is None
+    assert WAITS.findall(module.body) == []
+    launched = ours(module.launches)
+    assert launched["score"] >= launched["mix"] > 0
+    if residual == "delta":  # the first site reads a null source alone, the last block's sum has no site
+        assert launched["mix"] + launched["site_forward"] == SITES - 1
+    else:
+        assert launched["score"] == launched["mix"] == SITES
 
 
 def test_without_our_options_operators_stay():

@@ -8,11 +8,14 @@ import torch
 
 pytest.importorskip("triton", reason="the kernels are written in Triton")
 
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
 from mhar_compile.lowering.rules import RECTANGLE, WASTE, ceil_div, site_rule
-from perf.aot import Site, specialization
+from perf.aot import Rectangle, Site, specialization
 
 NAMED = [(8, 64), (8, 72), (8, 80), (8, 128), (4, 128), (8, 160), (8, 256), (8, 512), (9, 64), (1, 7168)]
 
@@ -178,3 +181,45 @@ def test_cuda_tensors_reach_the_kernels_and_float64_does_not(monkeypatch):
     assert reached == []
     cuda.route([x.float()], query, None, None, None, None, 1e-6)
     assert reached == ["kernels"]
+
+
+class OneDevice(TorchDispatchMode):
+    """Fails at operations that take tensors to or from another device, or that wait for a tensor's values."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        found = func(*args, **(kwargs or {}))
+        devices = {x.device.type for x in tree_leaves((args, kwargs, found)) if isinstance(x, torch.Tensor)}
+        assert devices <= {"meta"}, f"{func} on {devices}"
+        assert func is not torch.ops.aten._local_scalar_dense.default, "the host waits for a value"
+        return found
+
+
+class NoData(TorchFunctionMode):
+    """Fails at functions that make tensors of the host's data."""
+
+    MAKERS = (torch.tensor, torch.as_tensor, torch.from_numpy, torch.scalar_tensor, torch.Tensor.new_tensor)
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        assert func not in self.MAKERS, f"{func} copies from the host"
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(
+    "launching",
+    [
+        Site(64, 4, count=RECTANGLE + 2, tokens=8, null_source=True, residual=True, gate=True),
+        Site(64, 4, count=3, tokens=8, runs=2, parameter_dtype=torch.bfloat16),
+        Rectangle(64, 4, count=RECTANGLE + 2, sites=RECTANGLE + 1, tokens=8, runs=2),
+    ],
+    ids=["site", "uneven site", "steps"],
+)
+def test_launches_are_made_without_the_host(launching):
+    """A CUDA graph could not record a copy from the host, and waiting for the device ends the recording."""
+    with OneDevice(), NoData():
+        assert len(list(launching.launches())) > 2
+
+
+def test_copies_from_the_host_are_seen():
+    for copy in (lambda: torch.tensor([1.0], device="meta"), lambda: torch.zeros(3).to("meta")):
+        with OneDevice(), NoData(), pytest.raises(AssertionError):
+            copy()
