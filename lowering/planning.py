@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from itertools import pairwise, product
 from typing import Literal
@@ -102,6 +102,7 @@ class Family:
     shape: Shape
     tiles: list[Tile] = field(default_factory=list)
     pulls: list[Pull] = field(default_factory=list)
+    held: set[int] = field(default_factory=set)  # sites whose output the backward holds whatever the plan
     from_output: set[int] = field(default_factory=set)  # sites whose S is formed from the output
     rescored: bool = False  # checkpointed sites have their logits computed again
     windows: list[range] = field(default_factory=list)  # of sites, where what each holds is to be freed at its end
@@ -180,7 +181,8 @@ def family(sites: list[Site]) -> Family:
         token=tokens * wide,
         query=width * wide,
     )
-    result = Family(sites, runs, [], order, shape)
+    held = {n for n in order if has_saved_output(sites[n])}
+    result = Family(sites, runs, [], order, shape, held=held)
     result.sums = sums_of(result)
     return result
 
@@ -269,30 +271,49 @@ def plan(family: Family, settings: Settings, costs: Costs, backward: Backward, a
 
 
 def cheapest(family: Family, settings: Settings, costs: Costs, before: list[Launch], room: Room) -> Plan | None:
-    """The cheapest plan that fits."""
-    held = max(timeline_before(family))
-    best: tuple[float, Plan] | None = None
-    for candidate in candidates(family, settings, room):
-        after = [*forward_after(candidate), *backward_after(candidate)]
-        cost = model.time(after, costs)
-        if best is None or cost < best[0]:
-            alive = timeline_after(candidate)
-            total = max(a + b for a, b in zip(alive, room.beside, strict=True))
-            best = cost, Plan(candidate, before, after, held, max(alive), total)
-    return None if best is None else best[1]
+    """The cheapest plan that fits. Windows only add to a plan's cost: none is tried that could not be the cheapest."""
+
+    def cost(plan: Family) -> float:
+        return model.time([*forward_after(plan), *backward_after(plan)], costs)
+
+    best: Family | None = None
+    for bound, _, choice, tile, frees in sorted(bounded(family, settings, cost), key=lambda item: item[:2]):
+        if best is not None and bound >= cost(best):
+            break
+        found = windowed(choice, settings.window, tile, frees, room)
+        if found is not None and (best is None or cost(found) < cost(best)):
+            best = found
+    if best is None:
+        return None
+    alive = timeline_after(best)
+    total = max(a + b for a, b in zip(alive, room.beside, strict=True))
+    after = [*forward_after(best), *backward_after(best)]
+    return Plan(best, before, after, max(timeline_before(family)), max(alive), total)
 
 
-def candidates(family: Family, settings: Settings, room: Room) -> Iterator[Family]:
-    """Plans that fit."""
-    from_output = {n for n in family.order if has_saved_output(family.sites[n])}
+def bounded(
+    family: Family, settings: Settings, cost: Callable[[Family], float]
+) -> Iterator[tuple[float, int, Family, int, bool]]:
+    """Every choice: its cost without windows, a number, the choice itself, its tile and whether its windows free."""
     recomputed = any(not family.saves(n) for n in family.order)
-    tiles = [settings.tile] if settings.tile else [8, 1]
+    sizes = [settings.tile] if settings.tile else [8, 4, 1]
     switch = [False, True][: 1 + recomputed]
-    for tile, outputs, rescored, frees in product(tiles, [from_output, set()][not from_output :], switch, switch):
-        choice = replace(family, tiles=list(tiles_of(family, tile)), from_output=outputs, rescored=rescored)
-        found = windowed(choice, settings.window, tile, frees and not choice.tiles, room)
-        if found is not None:
-            yield found
+    for n, (tile, outputs, rescored, frees) in enumerate(product(sizes, outputs_of(family), switch, switch)):
+        tiles = list(tiles_of(family, tile))
+        if not (frees and tiles):
+            choice = replace(family, tiles=tiles, from_output=outputs, rescored=rescored)
+            yield cost(replace(choice, pulls=pulls_of(choice, [0], tile))), n, choice, tile, frees
+
+
+def outputs_of(family: Family) -> list[set[int]]:
+    """Which sites may form S from their outputs: all that can, those of them with most sources, those held, none."""
+    able = [n for n in family.order if family.sites[n].plain and family.sites[n].out is not None]
+    most = sorted(able, key=lambda n: len(family.sites[n].sources))[len(able) // 2 :]
+    found: list[set[int]] = []
+    for choice in (set(able), family.held.union(most), family.held, set()):
+        if choice not in found:
+            found.append(choice)
+    return found
 
 
 def windowed(family: Family, window: int | None, tile: int, frees: bool, room: Room) -> Family | None:
@@ -516,10 +537,11 @@ def timeline_after(family: Family) -> list[int]:
 
 
 def kept_bytes(family: Family, number: int) -> int:
-    """What forming S from the output holds: the residue, and the output where checkpointing would have dropped it."""
-    if not family.keeps_residue(number):
+    """What forming S from the output holds: the residue, and the output where nothing else would have kept it."""
+    if number not in family.from_output:
         return 0
-    return family.shape.residue + (0 if family.saves(number) else family.shape.row)
+    residue = family.shape.residue if family.keeps_residue(number) else 0
+    return residue + (0 if number in family.held and family.saves(number) else family.shape.row)
 
 
 def held_from(family: Family, number: int, arrived: dict[int, int]) -> int:
