@@ -108,25 +108,17 @@ def compare(form, dtype, weight_dtype, monkeypatch, train=True):
     return names
 
 
-def test_norms_done_along_with_their_site(monkeypatch):
-    for name in (
-        "rms_norm",
-        "without weight",
-        "rounded first",
-        "narrower, as under autocast",
-        "the output read too",
-        "two norms of one output",
-    ):
-        names = compare(*ALONG[name], monkeypatch)
-        assert "mix_norm_named" in names, name
-        assert not {"rsqrt.default", "mean.dim"} & names, f"{name}: nothing of the norm is computed again"
+@pytest.mark.parametrize(
+    "name",
+    ["rms_norm", "rounded first", "narrower, as under autocast", "the output read too", "two norms of one output"],
+)
+def test_training(name, monkeypatch):
+    names = compare(*ALONG[name], monkeypatch)
+    assert "mix_norm_named" in names
+    assert not {"rsqrt.default", "mean.dim"} & names, "nothing of the norm is computed again"
 
 
-def test_norms_left_alone(monkeypatch):
-    for name, case in ALONE.items():
-        assert "mix_norm_named" not in compare(*case, monkeypatch, train=False), name
-
-
-def test_inference(monkeypatch):
-    for name, case in ALONG.items():
-        assert "mix_norm_named" in compare(*case, monkeypatch, train=False), name
+@pytest.mark.parametrize("name", [*ALONG, *ALONE])
+def test_inference(name, monkeypatch):
+    names = compare(*(ALONG | ALONE)[name], monkeypatch, train=False)
+    assert ("mix_norm_named" in names) == (name in ALONG)
