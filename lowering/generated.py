@@ -56,6 +56,7 @@ def node_target(kernel: Any, options: tuple[tuple[str, int], ...], writes: froze
 
 def laid_out(value: Any, strides: Sequence[Any], *, written: bool) -> Any:
     """A buffer in memory as the launch expects it; what is written was allocated so."""
+    value.realize()  # once: what fills several slots of a launch would be computed for each
     return value if written else ir.ExternKernel.require_exact_strides(value, [expression(s) for s in strides])
 
 

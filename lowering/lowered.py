@@ -17,6 +17,8 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from . import launch, steps
 from .generated import emit
+from .norms import NormNodes, norm_of
+from .rules import NormRule, norm_rule
 
 mhar = torch.ops.mhar
 LAUNCHED: dict[Any, Callable[..., Any]] = {
@@ -55,7 +57,9 @@ class Lowering:
 
     def lower(self, node: Node) -> None:
         args: list[Any] = list(node.args)
-        if node.target in LAUNCHED:
+        if node.target is mhar.mix.default and (norm := norm_behind(node)) is not None:
+            self.mix_norm(node, args, *norm)
+        elif node.target in LAUNCHED:
             self.expand(node, partial(LAUNCHED[node.target], run=emit), args)
         elif node.target is mhar.unfold.default:
             self.unfold(node, *args)
@@ -65,6 +69,31 @@ class Lowering:
             self.pull_null(node, *args)
         else:
             self.pull(node, args)
+
+    def mix_norm(self, node: Node, args: list[Any], norm: NormNodes, rule: NormRule) -> None:
+        """A site and the RMSNorm that reads its output are one launch."""
+        result = norm.result.meta["val"]
+        keep_out = not norm.alone or result.dtype != node.meta["val"][0].dtype
+
+        def body(weight: Any, *mixing: Any) -> Any:
+            given = steps.Norm(weight, norm.eps, result.dtype, norm.round_first, keep_out, rule)
+            return steps.mix_norm(given, *mixing, run=emit)
+
+        with self.graph.inserting_before(node):
+            *mixed, normed, inverse = self.traced(body, [norm.weight, *args])
+        replace(node, mixed)
+        norm.inverse.replace_all_uses_with(inverse)
+        norm.result.replace_all_uses_with(normed)
+        for unread in (norm.result, norm.inverse):
+            self.erase(unread)
+
+    def erase(self, node: Node) -> None:
+        """Erase a node, and what only it reads."""
+        read = node.all_input_nodes
+        self.graph.erase_node(node)
+        for other in read:
+            if other.op == "call_function" and not other.users and not other.is_impure():
+                self.erase(other)
 
     def pull(self, node: Node, args: list[Any]) -> None:
         """Pulls of one family add the gradients of its queries to one tensor, which unfold reads in place of theirs."""
@@ -145,6 +174,18 @@ class Lowering:
         places = dict(zip(module.graph.find_nodes(op="placeholder"), inputs, strict=True))
         results: Any = self.graph.graph_copy(module.graph, places)
         return tree_unflatten(results, structure[0])
+
+
+def norm_behind(mix: Node) -> tuple[NormNodes, NormRule] | None:
+    """The RMSNorm that is done along with a site, and how; None where there is none, or where Inductor does it."""
+    value, lse, _ = mix.meta["val"]
+    heads, width = int(lse.shape[-1]), int(value.shape[-1])
+    rule = norm_rule(heads, width // heads, value.element_size())
+    for out in mix.users:
+        norm = norm_of(out) if out.args[1] == 0 else None
+        if norm is not None and rule is not None:
+            return norm, rule
+    return None
 
 
 def replace(node: Node, result: Any) -> None:

@@ -23,6 +23,7 @@ WRITTEN = {
     "site_sums": ("grad_query", "grad_key_weight", "grad_null", "grad_gate"),
     "score": ("logits", "rstd"),
     "mix": ("lse", "out", "residue", "next_max", "next_sum", "next_mix"),
+    "mix_norm": ("lse", "out", "residue", "inverse", "normed"),
     "coupling": ("coupled", "mass"),
     "pull": ("dlogits", "grads"),
     "query_gradient": ("shares",),

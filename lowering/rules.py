@@ -17,6 +17,9 @@ LIVE = 168  # registers for values: 56 in bfloat16, 227 / 187 / 16 bytes of stac
 WASTE = 1.125  # padded / true width that costs nothing: K 72 as 5 x 16 is 1.11, 40 values a thread; 9 x 8 are 72 values
 VALUES = 16  # a thread: 111 / 111 / 128 at d 2048; 32 are 167 / 183 / 193; 8 save no more than 102 / 104 / 126
 
+WIDEST = 64  # values a thread of mix_norm: 128 registers at d 32768; 96 (d 49152) spill
+IN_FLIGHT = 160  # bytes that a thread of mix_norm waits for: at d 1280 four sources, 320, take 165 registers and not 98
+
 
 @dataclass(frozen=True)
 class SiteRule:
@@ -78,9 +81,13 @@ def pull_sources(heads: int, head_width: int, itemsize: int, left: int) -> int:
 
     Registers on sm_90 in bfloat16, two sources: 16 values a thread 122, 40 values 255 and a spill; four of 16: 231.
     """
-    rule = site_rule(heads, head_width, itemsize)
-    values = ceil_div(heads, rule.heads) * ceil_div(head_width, rule.columns) * (16 // itemsize)
+    values = values_of(site_rule(heads, head_width, itemsize), heads, head_width, itemsize)
     return min(2 if values <= 32 else 1, left)
+
+
+def values_of(rule: SiteRule, heads: int, head_width: int, itemsize: int) -> int:
+    """Elements of a row that a thread holds, 16 bytes of each unit."""
+    return ceil_div(heads, rule.heads) * ceil_div(head_width, rule.columns) * (16 // itemsize)
 
 
 def preference(heads: int, head_width: int, itemsize: int, tile_heads: int, columns: int) -> tuple[float, ...]:
@@ -113,6 +120,31 @@ class MixRule:
 def mix_rule(sites: int) -> MixRule:
     """The rule of mix at a number of sites."""
     return MixRule(group=4 if sites == 1 else 1)
+
+
+@dataclass(frozen=True)
+class NormRule:
+    """How mix_norm reads, in the cut of the site's rule; a program has whole rows.
+
+    Attributes:
+        group: sources whose loads are in flight together, 112 to 160 bytes a thread and 70 to 110 KB a multiprocessor.
+            Registers in bfloat16 / float32: 79 / 64 at d 4096, 98 / 72 at d 1280, 80 / 64 at d 1024, 72 / 64 at d 512,
+            128 / 96 at d 576 with 9 heads, 96 / 75 at d 7168.
+    """
+
+    group: int
+
+
+def norm_rule(heads: int, head_width: int, itemsize: int) -> NormRule | None:
+    """The rule of mix_norm, or None where the RMSNorm behind a site is left to Inductor.
+
+    It saves a launch and the reading of a row, but its programs are as wide as a row, where mix has one for each 8
+    values a thread. Whether that pays is not yet measured: the section norms of perf/gpu.py says, and this decides.
+    """
+    values = values_of(site_rule(heads, head_width, itemsize), heads, head_width, itemsize)
+    if values > WIDEST:
+        return None
+    return NormRule(max(n for n in (1, 2, 4) if n == 1 or n * values * itemsize <= IN_FLIGHT))
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 from math import prod
 from typing import Any
@@ -14,15 +15,37 @@ import torch
 from torch import Tensor
 
 from .launch import Launch, Run, at_once, site_constants, sums_launch
+from .normed import mix_norm as mix_norm_kernel
 from .pulls import coupling as coupling_kernel
 from .pulls import pull as pull_kernel
 from .pulls import query_gradient
 from .rectangles import mix as mix_kernel
 from .rectangles import score as score_kernel
 from .rows import padded, row_arguments, rows_of
-from .rules import RECTANGLE, BlockRule, block_rule, ceil_div, mix_rule, pull_sources, site_rule
+from .rules import RECTANGLE, BlockRule, NormRule, block_rule, ceil_div, mix_rule, pull_sources, site_rule
 
 State = tuple[Tensor, Tensor | None, Tensor]  # (max, sum or 1, mixture), float32 [sites, T, H] twice and [sites, T, d]
+
+
+@dataclass(frozen=True)
+class Norm:
+    """How a site's output is normalised.
+
+    Attributes:
+        weight: [d], or None.
+        eps: what is added to the mean of squares.
+        dtype: of the result.
+        round_first: whether the normalised row is rounded to dtype before it meets the weight, too.
+        keep_out: whether the output itself is written; it must be where the result has another dtype.
+        rule: of the kernel.
+    """
+
+    weight: Tensor | None
+    eps: float
+    dtype: torch.dtype
+    round_first: bool
+    keep_out: bool
+    rule: NormRule
 
 
 def score(
@@ -30,7 +53,8 @@ def score(
 ) -> tuple[Tensor, Tensor]:
     """Logits [count, ..., H] of a source [..., d] at the sites first..first+count-1, and its reciprocal RMS [...]."""
     tokens, (heads, width) = source.shape[:-1], sizes(folded.shape[1], source)
-    logits, rstd = folded.new_empty((count, *tokens, heads)), folded.new_empty(tokens)
+    logits = folded.new_empty((count, *tokens, heads))
+    rstd = folded.new_empty((1, *tokens)).select(0, 0)  # Inductor fills what has no dimension, a null source's
     rule = block_rule(width // heads)
     arguments = one_row(source) | dict(
         queries=folded.narrow(0, first, count),
@@ -73,6 +97,19 @@ def mix(
     ):
         run(launch)
     return out, lse, residue
+
+
+def mix_norm(norm: Norm, *mixing: Any, run: Run = at_once) -> tuple[Tensor, ...]:
+    """What mix gives of its arguments, then the RMSNorm of the output [..., d] and its reciprocal RMS [..., 1]."""
+    launches: list[Launch] = []
+    step: Callable[..., Any] = mix
+    out, lse, residue = step(*mixing, run=launches.append)
+    normed = out.new_empty(out.shape, dtype=norm.dtype)
+    inverse = lse.new_empty((*out.shape[:-1], 1))
+    for launch in launches[:-1]:
+        run(launch)
+    run(norm_launch(launches[-1], norm, normed, inverse))
+    return out, lse, residue, normed, inverse
 
 
 def mix_tile(
@@ -313,6 +350,22 @@ def mix_launches(
         read = written
 
 
+def norm_launch(last: Launch, norm: Norm, normed: Tensor, inverse: Tensor) -> Launch:
+    """The last launch of a site's mixture as one that normalises the output too."""
+    arguments = last.arguments | dict(
+        norm_weight=None if norm.weight is None else norm.weight.contiguous(),
+        out=last.arguments["out"] if norm.keep_out else None,
+        normed=normed,
+        inverse=inverse,
+        eps=norm.eps,
+    )
+    for name in ("next_max", "next_sum", "next_mix", "last"):
+        del arguments[name]
+    constants = {name: last.constants[name] for name in ("H", "K", "TOKENS", "HEADS", "COLUMNS")}
+    constants |= {"GROUP": norm.rule.group, "ROUND_FIRST": int(norm.round_first)}
+    return Launch(mix_norm_kernel, last.grid[:1], arguments, constants, last.options)
+
+
 def pull_launch(
     sources: Sequence[Tensor],
     rstds: Sequence[Tensor],
@@ -333,7 +386,9 @@ def pull_launch(
     own, placed = placed[: len(sources)], placed[len(sources) :]
     arguments = row_arguments(placed, inner)
     arguments["douts"] = arguments.pop("sources")
-    scales = [queries.new_ones(1) if gate is None else gate.to(queries.dtype) for gate in gates]
+    dtypes = {gate.dtype for gate in gates if gate is not None}
+    one = queries.new_ones(1, dtype=dtypes.pop() if len(dtypes) == 1 else None)  # pointers of one kind are picked from
+    scales = [one if gate is None else gate.to(one.dtype) for gate in gates]
     arguments |= dict(
         sources=tuple(row.tensor for row in own),
         source_strides=tuple(row.stride for row in own),

@@ -20,6 +20,7 @@ from triton.compiler import ASTSource
 from mhar_compile.lowering import steps
 from mhar_compile.lowering.launch import Launch, backward_launches, forward_launches
 from mhar_compile.lowering.named import named_arguments, named_kernel
+from mhar_compile.lowering.rules import norm_rule
 
 DTYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16", torch.float64: "fp64", torch.int8: "i8"}
 CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
@@ -139,7 +140,7 @@ class Rectangle:
     runs: int = 1
 
     def launches(self) -> list[Launch]:
-        """score, mix at one site and at all, coupling, pull with its query gradients and their sum."""
+        """score, mix at one site, alone and with a norm, and at all, coupling, pull with its query gradients, a sum."""
         launches: list[Launch] = []
         run, tokens = launches.append, (self.runs, self.tokens // self.runs)
         folded = empty(self.sites, self.heads, self.width // self.heads)
@@ -151,9 +152,13 @@ class Rectangle:
         firsts, sites, heads = [0] * self.count, list(range(self.sites)), [logits[0][0]] * self.sites
         wide, rstds = empty(*tokens, self.width), [empty(*tokens)] * self.count
         steps.score(rows[0], folded, 0, self.sites, 1e-6, run)
+        rule = norm_rule(self.heads, self.width // self.heads, self.dtype.itemsize)
         for extra in ((None, None, None, None), (rows[0], empty(1), wide, heads[0])):
             keep = self.dtype.itemsize == 2 and extra[0] is None
             steps.mix(rows, logits, firsts, 0, *extra, self.dtype, keep, run)
+            if rule is not None:
+                norm = steps.Norm(empty(self.width, dtype=self.dtype), 1e-6, self.dtype, not keep, True, rule)
+                steps.mix_norm(norm, rows, logits, firsts, 0, *extra, self.dtype, keep, run=run)
         steps.mix_tile(rows, logits, firsts, sites, run)
         steps.coupling_from_sources(douts[0], rows, logits, firsts, 0, heads[0], empty(1), run)
         shares = steps.new_shares(folded)

@@ -36,7 +36,7 @@ from torch import Tensor
 from mhar_compile import route
 from mhar_compile.lowering import steps
 from mhar_compile.lowering.launch import Launch
-from mhar_compile.lowering.rules import RECTANGLE
+from mhar_compile.lowering.rules import RECTANGLE, norm_rule
 
 from . import checks, clock, models, rivals, step_checks, training
 from .clock import Row, Setup
@@ -164,6 +164,13 @@ def step_cases(sizes: Sizes) -> Iterator[tuple[str, Callable[[], None]]]:
         (0, {"residual": True, "gate": True, "carried": True}),
     ):
         yield f"mix {count} {options}", partial(step_checks.check_mix, sizes, count, **options)
+    for count, options in (
+        (3, {"round_first": True}),
+        (4, {"null": True, "residual": True, "gate": True}),
+        (many, {"carried": True, "keep_out": False}),
+        (0, {"residual": True, "carried": True, "weight": sizes.dtype}),
+    ):
+        yield f"mix_norm {count} {options}", partial(step_checks.check_mix_norm, sizes, count, **options)
     for count, number in ((3, 8), (many, 2)):
         yield f"mix_tile {count} x {number}", partial(step_checks.check_mix_tile, sizes, count, number)
     for count, options in ((3, {"null": True, "gate": True}), (many, {})):
@@ -308,6 +315,46 @@ def parts(setup: Setup) -> Iterator[Row]:
                 yield {"name": name, "shape": shape.name, "us": us, "of_copy": least / (us * 1e-6) / copy}
 
 
+def norms(setup: Setup) -> Iterator[Row]:
+    """A site and the RMSNorm behind it: mix and Inductor's kernel, beside mix_norm. It decides rules.norm_rule."""
+    copy = clock.copy_bandwidth(setup.device, setup.size(2**30, 2**16))
+    for shape in shapes(setup):
+        apart, along, alone = normalised(setup, shape)
+        torch.testing.assert_close(along()[3], apart(), rtol=2**-6, atol=2**-6)
+        rows = shape.rows(backward=False)
+        for name, moved, function in (
+            ("mix, then the norm", rows + 2, apart),
+            ("mix_norm", rows + 1, along),
+            ("mix_norm, output not kept", rows, alone),
+        ):
+            us = setup.time(function)
+            least = moved * shape.tokens * shape.width * 2
+            yield {"name": name, "shape": shape.name, "us": us, "of_copy": least / (us * 1e-6) / copy}
+
+
+def normalised(setup: Setup, shape: Shape) -> tuple[Callable[[], Any], ...]:
+    """The norm as a kernel of its own, along with its site, and along with a site whose output nobody reads."""
+    tokens, width, heads = shape.tokens, shape.width, shape.heads
+    sources = [torch.randn(tokens, width, device=setup.device).bfloat16() for _ in range(shape.count)]
+    logits = [torch.zeros(1, tokens, heads, device=setup.device)] * shape.count
+    extra = (sources.pop(), torch.ones(1, device=setup.device)) if shape.delta else (None, None)
+    mixing: Any = sources, logits[: len(sources)], [0] * len(sources), 0, *extra, None, None, torch.bfloat16, False
+    weight, rule = torch.ones(width, device=setup.device).bfloat16(), norm_rule(heads, width // heads, 2)
+    assert rule is not None
+    norm: Callable[[Tensor], Tensor] = partial(
+        torch.nn.functional.rms_norm, normalized_shape=(width,), weight=weight, eps=rivals.EPS
+    )
+    if not setup.tiny:
+        torch._dynamo.reset()  # there are more shapes than it compiles one function for
+        norm = torch.compile(norm, dynamic=False)
+    along, alone = (steps.Norm(weight, rivals.EPS, torch.bfloat16, False, keep, rule) for keep in (True, False))
+    return (
+        lambda: norm(steps.mix(*mixing)[0]),
+        partial(steps.mix_norm, along, *mixing),
+        partial(steps.mix_norm, alone, *mixing),
+    )
+
+
 def run_all(launches: list[Launch]) -> None:
     for launch in launches:
         launch.run()
@@ -360,7 +407,7 @@ CORRECTNESS = {
     section.__name__: section
     for section in (budgets, widths, batches, rectangles, large, repeats, sanitizer, models.compiled, models.packages)
 }
-TIMES = {section.__name__: section for section in (sites, models.chains, parts, others)} | training.STEPS
+TIMES = {section.__name__: section for section in (sites, models.chains, parts, norms, others)} | training.STEPS
 SECTIONS = CORRECTNESS | TIMES
 DEFAULT = [name for name in SECTIONS if name not in training.STEPS]  # which take minutes of compilation each
 

@@ -17,9 +17,10 @@ import torch
 from torch import Tensor
 
 from mhar_compile.lowering import steps
+from mhar_compile.lowering.rules import norm_rule
 from mhar_compile.ops import eager_steps
 
-EPS = 1e-6
+EPS, NORM_EPS = 1e-6, 0.25  # of a size that nobody can leave out
 ROUNDING = {torch.bfloat16: 5e-3, torch.float16: 7e-4}  # of the largest value: an ulp or two there
 
 
@@ -121,16 +122,8 @@ def check_score(sizes: Sizes, sites: int = 3) -> None:
         sizes.close(rstd, root)
 
 
-def check_mix(
-    sizes: Sizes,
-    count: int,
-    *,
-    null: bool = False,
-    residual: bool = False,
-    gate: bool = False,
-    carried: bool = False,
-) -> None:
-    """Output, log-sum-exp and the residue of the rounding of one site."""
+def mix_arguments(sizes: Sizes, count: int, *, null: bool, residual: bool, gate: bool, carried: bool) -> Any:
+    """The arguments of mix but for ``keep``: one site of four, and `count` sources."""
     torch.manual_seed(count)
     folded, sources = sizes.folded(4), sizes.rows(count)
     logits, _ = scored(sources, folded, first=1)
@@ -141,10 +134,28 @@ def check_mix(
     before: tuple[Tensor | None, Tensor | None] = (None, None)
     if carried:
         before = sizes.normal(*sizes.tokens, sizes.width), sizes.normal(*sizes.tokens, sizes.heads)
-    arguments: Any = sources, logits, firsts, 2, extra, scale, *before, sizes.dtype
+    return sources, logits, firsts, 2, extra, scale, *before, sizes.dtype
+
+
+def check_mix(
+    sizes: Sizes,
+    count: int,
+    *,
+    null: bool = False,
+    residual: bool = False,
+    gate: bool = False,
+    carried: bool = False,
+) -> None:
+    """Output, log-sum-exp and the residue of the rounding of one site."""
+    arguments = mix_arguments(sizes, count, null=null, residual=residual, gate=gate, carried=carried)
     keep = sizes.dtype in ROUNDING and not residual and not gate
     with poisoned():
-        out, lse, residue = steps.mix(*arguments, keep)
+        found = steps.mix(*arguments, keep)
+    compare_mix(sizes, arguments, keep, *found)
+
+
+def compare_mix(sizes: Sizes, arguments: Any, keep: bool, out: Tensor, lse: Tensor, residue: Tensor) -> None:
+    """What mix gives beside the truth."""
     truth, level, _ = eager_steps.mix(*widened(arguments[:-1]), torch.float64, False)
     sizes.close(out, truth, sizes.dtype)
     sizes.close(lse, level)
@@ -153,6 +164,53 @@ def check_mix(
         assert restored <= (out.double() - truth).abs().max() / 50, "the residue restores what rounding lost"
     else:
         assert residue.numel() == 0
+
+
+def check_mix_norm(
+    sizes: Sizes,
+    count: int,
+    *,
+    weight: torch.dtype | None = torch.float32,
+    result: torch.dtype | None = None,
+    round_first: bool = False,
+    keep_out: bool = True,
+    null: bool = False,
+    residual: bool = False,
+    gate: bool = False,
+    carried: bool = False,
+) -> None:
+    """What mix gives, and the RMSNorm of the output as it was rounded, itself rounded where it should be.
+
+    result is its dtype, that of the sources unless said. An output that is not kept is not written.
+    """
+    arguments = mix_arguments(sizes, count, null=null, residual=residual, gate=gate, carried=carried)
+    keep = sizes.dtype in ROUNDING and not residual and not gate and keep_out
+    scale = None if weight is None else sizes.normal(sizes.width).to(weight)
+    dtype = result or sizes.dtype
+    rule = norm_rule(sizes.heads, sizes.head_width, sizes.dtype.itemsize)
+    assert rule is not None
+    norm = steps.Norm(scale, NORM_EPS, dtype, round_first, keep_out, rule)
+    with poisoned():
+        out, lse, residue, normed, inverse = steps.mix_norm(norm, *arguments, keep)
+    truth, _, _ = eager_steps.mix(*widened(arguments[:-1]), torch.float64, False)
+    if keep_out:
+        compare_mix(sizes, arguments, keep, out, lse, residue)
+    else:
+        assert out.isnan().all(), "nobody reads the output, and it is written"
+    row = (out if keep_out else truth.to(sizes.dtype)).double()
+    root = (row.square().mean(-1, keepdim=True) + NORM_EPS).rsqrt()
+    expected = row * root
+    if round_first:
+        expected = expected.to(dtype).double()
+    if scale is not None:
+        expected = expected * scale.double()
+    assert normed.dtype == dtype
+    sizes.close(normed, expected, dtype)
+    if keep_out:
+        sizes.close(inverse, root)
+        if dtype in ROUNDING:
+            share = float((normed != expected.to(dtype)).double().mean())
+            assert share <= 0.03, f"{share:.3g} of the normalised values are rounded otherwise; {sizes}"
 
 
 def check_mix_tile(sizes: Sizes, count: int, sites: int = 2) -> None:

@@ -82,5 +82,7 @@ def compare(case, **settings):
     check(case, "cpu", compile_with, (2, 4), draws=2, **sizes)
     names = {str(getattr(target, "__name__", target)) for target in targets}
     assert not [name for name in names if "mhar" in name]
-    expected = {"score_named", "mix_named"} | ({"pull_named", "query_gradient_named"} if not case.inference else set())
+    expected = {"score_named", "mix_norm_named"} | (
+        {"pull_named", "query_gradient_named"} if not case.inference else set()
+    )
     assert expected <= names

@@ -14,6 +14,7 @@ NARROW, CHUNKED = Sizes("cpu", torch.bfloat16, 2, 8), Sizes("cpu", torch.bfloat1
 WIDE, HALF = Sizes("cpu", torch.float32, 2, 8), Sizes("cpu", torch.float16, 3, 24)
 UNEVEN = Sizes("cpu", torch.bfloat16, 2, 8, uneven=True)
 UNEVEN_WIDE = Sizes("cpu", torch.float32, 3, 12, tokens=(3, 2), uneven=True)
+MASKED_HEAD, MASKED_COLUMNS = Sizes("cpu", torch.bfloat16, 9, 64, (1, 3)), Sizes("cpu", torch.bfloat16, 8, 72, (3,))
 ALL = [NARROW, CHUNKED, WIDE, HALF, UNEVEN, UNEVEN_WIDE]
 
 
@@ -38,6 +39,27 @@ def test_score(sizes):
 )
 def test_mix(sizes, count, options):
     checks.check_mix(sizes, count, **options)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "count", "options"),
+    [
+        (WIDE, 3, {"weight": None}),
+        (NARROW, 3, {"weight": torch.bfloat16, "round_first": True}),
+        (CHUNKED, 1, {"carried": True, "keep_out": False}),
+        (HALF, 2, {"null": True, "weight": torch.float16}),
+        (UNEVEN, 3, {"null": True, "residual": True, "gate": True}),
+        (UNEVEN_WIDE, 4, {"residual": True, "result": torch.bfloat16, "round_first": True}),
+        (CHUNKED, 0, {"residual": True, "gate": True, "carried": True}),
+        (UNEVEN, RECTANGLE + 2, {"null": True, "carried": True, "keep_out": False, "weight": None}),
+        (WIDE, RECTANGLE + 1, {"gate": True}),
+        (MASKED_HEAD, 2, {}),
+        (MASKED_HEAD, 0, {"residual": True, "carried": True, "weight": torch.bfloat16, "round_first": True}),
+        (MASKED_COLUMNS, 5, {"null": True, "round_first": True}),
+    ],
+)
+def test_mix_norm(sizes, count, options):
+    checks.check_mix_norm(sizes, count, **options)
 
 
 @pytest.mark.parametrize(

@@ -14,14 +14,14 @@ pytest.importorskip("triton", reason="the kernels are written in Triton")
 
 from mhar_compile import Decoder, route
 from mhar_compile.compiler import HOOK, LOWERING
-from mhar_compile.lowering import model, planning
+from mhar_compile.lowering import lowered, model, planning
 from mhar_compile.lowering.report import Report
 from mhar_compile.lowering.steps import runs_of
 from perf.codegen import generator, modules
 from perf.launches import calls, reads
 from tests.windows import windows_that_free
 
-OURS = ("score", "mix", "coupling", "pull", "query_gradient", "site_sums", "site_forward", "site_backward")
+OURS = ("score", "mix", "mix_norm", "coupling", "pull", "query_gradient", "site_sums", "site_forward", "site_backward")
 LAYERS = 3
 SITES = 2 * LAYERS + 1
 
@@ -151,10 +151,10 @@ def test_launches(generated, residual):
     forward, backward = (ours(module.launches) for module in generated[residual])
     sources = {"mhar": SITES, "block": SITES, "delta": None}[residual]
     if residual == "delta":  # the first site reads a null source alone
-        assert forward["mix"] + forward["site_forward"] == SITES - 1
+        assert forward["mix_norm"] + forward["site_forward"] == SITES - 1
         assert backward["pull"] == backward["query_gradient"]
     else:
-        assert forward == {"score": sources, "mix": SITES}
+        assert forward == {"score": sources, "mix_norm": SITES}
         assert backward["pull"] <= backward["query_gradient"]
         assert backward["site_sums"] == 1, "all queries' gradients are summed at once"
     assert set(forward) | set(backward) <= set(OURS)
@@ -168,6 +168,56 @@ def test_nothing_is_copied_for_the_kernels(generated, residual):
             name for name in module.launches if re.fullmatch(r"triton_poi_fused_(clone|copy|view|expand|_)*", name)
         ]
         assert copies == []
+
+
+ONE_NUMBER = r"triton_poi_fused_\d+\.run\(buf\d+, 1, "  # a kernel that writes a single number
+NORMS = r"triton_(?:per|red)_fused_\w*rsqrt\w*"  # reductions of Inductor's that end in a reciprocal root
+
+
+@pytest.mark.parametrize("residual", ["mhar", "block", "delta"])
+def test_norms_behind_sites_are_done_along_with_them(generated, residual):
+    """Those of queries and keys remain, and in delta mode those behind the first site and of the running sum."""
+    forward, backward = generated[residual]
+    found = sum(times for name, times in forward.launches.items() if re.fullmatch(NORMS, name))
+    assert found == 2 * LAYERS + (2 if residual == "delta" else 0)
+    assert sum(ours(forward.binaries).values()) + sum(ours(backward.binaries).values()) <= 12
+
+
+def test_a_norm_along_with_its_site_saves_a_launch(generated, monkeypatch):
+    monkeypatch.setattr(lowered, "norm_behind", lambda mix: None)
+    apart, _ = modules(decoder("mhar"), tokens(), rewrite="always")
+    assert ours(apart.launches)["mix"] == SITES
+    assert apart.launches.total() - generated["mhar"][0].launches.total() == SITES
+
+
+def test_gates_are_read_where_they_lie(generated):
+    """Gates in bfloat16 are no copies in float32, 16 of one number for each pull."""
+    forward, backward = generated["delta"]
+    pulls = [call.arguments for call in calls(backward) if call.kernel == "pull"]
+    assert all(pull[f"gates_{n}"].startswith("primals") for pull in pulls for n in range(16))
+    assert not re.search(ONE_NUMBER, forward.body), "nor is room made for a null source's root by filling it"
+
+
+class HalfGated(torch.nn.Module):
+    """Sites of which every other has a gate."""
+
+    def __init__(self, width, heads):
+        super().__init__()
+        self.queries = torch.nn.ParameterList(torch.empty(heads, width // heads, device="meta") for _ in range(4))
+        self.gates = torch.nn.ParameterList(torch.empty(1, device="meta") for _ in range(2))
+
+    def forward(self, x):
+        sources = [x]
+        for n, query in enumerate(self.queries):
+            sources.append(torch.tanh(route(sources, query, gate=None if n % 2 else self.gates[n // 2])))
+        return sources[-1]
+
+
+def test_what_fills_several_slots_of_a_launch_is_computed_once():
+    """Sites without a gate have the gate 1."""
+    x = torch.empty(2, 64, 64, device="meta", requires_grad=True)
+    _, backward = modules(HalfGated(64, 4), x, rewrite="always")
+    assert len(re.findall(ONE_NUMBER, backward.body)) <= ours(backward.launches)["pull"]
 
 
 def test_buffers_are_reused(generated):
@@ -200,13 +250,17 @@ def test_the_forward_moves_the_bytes_of_the_model(plans_and_modules, name):
     for call in calls(forward):
         if call.kernel == "score" and call.sources:
             found.append(model.score(shape, call.number("sites")))
-        if call.kernel != "mix":
+        if call.kernel not in ("mix", "mix_norm"):
             continue
         count += len(call.sources)
         carried = bool(call.number("carried")) if carried is None else carried
-        if not call.number("last"):
+        if call.kernel == "mix" and not call.number("last"):
             continue  # of several launches for one step; the state between them is not in the model
-        sites, extra, keep = call.constants["SITES"], call.arguments["residual"] != -1, call.arguments["residue"] != -1
+        sites, extra, keep = (
+            call.constants.get("SITES", 1),
+            call.arguments["residual"] != -1,
+            call.arguments["residue"] != -1,
+        )
         tiled = sites > 1
         found.append(model.mix_tile(shape, count, sites) if tiled else model.mix(shape, count, extra, carried, keep))
         count, carried = 0, None
@@ -258,24 +312,27 @@ def test_batch_and_length_may_be_symbols():
     forward, backward = modules(decoder("delta"), tokens(), dynamic=True, rewrite="always")
     for module in (forward, backward):
         assert "mhar." not in module.body
-        calls = re.findall(r"(?:mix|coupling|pull)_named_\d+\.run\((.*), stream=", module.body)
+        calls = re.findall(r"(?:mix_norm|coupling|pull)_named_\d+\.run\((.*), stream=", module.body)
         assert calls
         assert all(re.search(r"\bs\d+\b", call) for call in calls), "grids and token counts come from the sizes"
 
 
 @pytest.mark.parametrize("residual", ["mhar", "block", "delta"])
-def test_inference_graphs_are_lowered(residual):
+def test_inference_graphs_are_lowered(generated, residual):
+    """There the norm is all that reads a site's output, which is not written; in training its backward does too."""
     with torch.no_grad():
         (module,) = modules(decoder(residual), tokens(), rewrite="always")
     assert module.kind == "inference"
     assert module.without_graphs is None
     assert WAITS.findall(module.body) == []
     launched = ours(module.launches)
-    assert launched["score"] >= launched["mix"] > 0
+    assert launched["score"] >= launched["mix_norm"] > 0
     if residual == "delta":  # the first site reads a null source alone, the last block's sum has no site
-        assert launched["mix"] + launched["site_forward"] == SITES - 1
+        assert launched["mix_norm"] + launched["site_forward"] == SITES - 1
     else:
-        assert launched["score"] == launched["mix"] == SITES
+        assert launched["score"] == launched["mix_norm"] == SITES
+    for found, written in ((module, False), (generated[residual][0], True)):
+        assert {call.arguments["out"] != -1 for call in calls(found) if call.kernel == "mix_norm"} == {written}
 
 
 def test_without_our_options_operators_stay():

@@ -41,9 +41,9 @@ def test_kernels_are_launched_and_no_operator_called(residual_and_program):
     assert "proxy_executor_call" not in found.code, "so operators are called that C++ does not know"
     ours = {name: count for name, count in found.launches.items() if name.endswith("_named")}
     if residual == "delta":  # a null source of its own at each site; the first site reads nothing else
-        assert ours == {"site_forward_named": 1, "score_named": SITES - 1, "mix_named": SITES - 2}
+        assert ours == {"site_forward_named": 1, "score_named": SITES - 1, "mix_norm_named": SITES - 2}
     else:
-        assert ours == {"score_named": SITES, "mix_named": SITES}
+        assert ours == {"score_named": SITES, "mix_norm_named": SITES}
 
 
 def test_kernels_are_handed_what_they_expect(residual_and_program):

@@ -12,7 +12,7 @@ import torch
 pytest.importorskip("triton", reason="the kernels are written in Triton")
 
 from mhar_compile.lowering import launch as launching
-from mhar_compile.lowering.rules import LIVE, RECTANGLE, site_rule
+from mhar_compile.lowering.rules import LIVE, RECTANGLE, norm_rule, site_rule, values_of
 from perf.aot import Rectangle, Site, as_generated, compiled
 
 SHAPES = {
@@ -68,6 +68,7 @@ def test_registers_spills_and_vector_accesses(site):
 # Registers of the steps' kernels as Inductor's code makes them, without a limit; mix by sites, pull by values a thread.
 REGISTERS = {"score": 136, "coupling": 96, "query_gradient": 72, "site_sums": 32}
 MIX = {1: 64, 8: 161}
+MIX_NORM = {16: 80, 32: 80, 40: 128, 56: 96}  # by values a thread
 PULL = {16: 128, 32: 221, 40: 168, 56: 255}
 TWO_STRIDES = 40  # more where a row needs two strides: mix at one site 64 becomes 102
 # Width 7168 is 56 float32 sums a thread beside two rows; a gate is one register too many, 24 bytes once a site.
@@ -79,9 +80,9 @@ def claimed(launch, rectangle):
     name = launch.kernel.__name__
     rule = site_rule(rectangle.heads, rectangle.width // rectangle.heads, rectangle.dtype.itemsize)
     more = TWO_STRIDES if rectangle.runs > 1 else 0
-    if name == "pull":
-        units = -(-rectangle.heads // rule.heads) * -(-rectangle.width // rectangle.heads // rule.columns)
-        return min(PULL[units * 16 // rectangle.dtype.itemsize] + more, 255)
+    if name in ("pull", "mix_norm"):
+        values = values_of(rule, rectangle.heads, rectangle.width // rectangle.heads, rectangle.dtype.itemsize)
+        return min((PULL if name == "pull" else MIX_NORM)[values] + more, 255)
     return (MIX[launch.constants["SITES"]] if name == "mix" else REGISTERS[name]) + more
 
 
@@ -128,6 +129,25 @@ def test_float32_takes_no_tensor_cores():
         binary = compiled(as_generated(launch))
         assert binary.stack == 0
         assert binary.count("mma") + binary.count("tf32") == 0, launch.kernel.__name__
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_norms_in_float32(shape):
+    """A row lies in a warp where it can, and what is summed over warps is summed once a token."""
+    rectangle = Rectangle(*SHAPES[shape], sites=1, dtype=torch.float32)
+    launches = [launch for launch in rectangle.launches() if launch.kernel.__name__ == "mix_norm"]
+    assert launches
+    for launch in launches:
+        binary = compiled(as_generated(launch))
+        assert binary.stack == 0
+        assert binary.registers <= 96
+        assert binary.count("bar.sync") <= (0 if launch.options["num_warps"] == 1 else 4)
+
+
+def test_the_widest_row_that_is_normalised_with_its_site_does_not_spill():
+    assert norm_rule(8, 49152 // 8, 2) is None
+    launches = [launch for launch in Rectangle(32768, 8).launches() if launch.kernel.__name__ == "mix_norm"]
+    assert [compiled(as_generated(launch)).stack for launch in launches] == [0, 0]
 
 
 def test_float16_keeps_the_range_of_float32():
