@@ -21,6 +21,7 @@ from .reading import Site, is_sum, only_user, sum_of
 from .versions import is_recomputed, size_of, symbol
 
 PEAK_WOULD_RISE = "the backward's peak memory would rise"
+PULLED = 2  # sources that share a read of a site's gradient: a kernel has registers for no more
 GAP = 2  # unread rows that a run of scored sites may hold, for each row that is read
 
 
@@ -302,7 +303,7 @@ def bounded(
         tiles = list(tiles_of(family, tile))
         if not (frees and tiles):
             choice = replace(family, tiles=tiles, from_output=outputs, rescored=rescored)
-            yield cost(replace(choice, pulls=pulls_of(choice, [0], tile))), n, choice, tile, frees
+            yield cost(replace(choice, pulls=pulls_of(choice, [0], min(tile, PULLED)))), n, choice, tile, frees
 
 
 def outputs_of(family: Family) -> list[set[int]]:
@@ -323,7 +324,7 @@ def windowed(family: Family, window: int | None, tile: int, frees: bool, room: R
     """
     starts = list(range(0, len(family.order), window)) if window else [0]
     while True:
-        family = replace(family, pulls=pulls_of(family, starts, tile))
+        family = replace(family, pulls=pulls_of(family, starts, min(tile, PULLED)))
         if frees:
             family.windows = windows_of(family, starts)
         held = [a + b for a, b in zip(timeline_after(family), room.beside, strict=True)]

@@ -128,7 +128,7 @@ def test_wrong_options_are_refused() -> None:
 def test_what_goes_wrong_inside_leaves_the_graph_correct(monkeypatch: pytest.MonkeyPatch) -> None:
     from mhar_compile.lowering import rewriting
 
-    def unfold(self: Any) -> None:
+    def unfold(self: Any, *_: Any) -> None:
         raise KeyError("half way")
 
     monkeypatch.setattr(rewriting.Rewrite, "unfold", unfold)
