@@ -212,6 +212,17 @@ def test_outputs_that_are_sources_as_they_are(checkpointed: bool, rewrite: str) 
     assert bool(nodes["mhar.route.default"]) == (rewrite == "never")
 
 
+def test_a_result_may_be_written_into() -> None:
+    """The backward holds no output for S that is the caller's."""
+    model = Chain(lambda self, x: self.routers[1]([x, *sublayers(self, x, lambda n, s: self.routers[0](s))]))
+    leaves, found = list(model.parameters()), Trace()
+    torch._dynamo.reset()
+    compiled = torch.compile(model, backend=tracer(found, joint_pass(rewrite="always")), fullgraph=True)
+    x = torch.randn(2, 3, WIDTH, dtype=torch.float64)
+    expected, got = (call(lambda x, f=function: f(x).mul_(2), leaves, x) for function in (model, compiled))
+    torch.testing.assert_close(got, expected, rtol=1e-9, atol=1e-9)
+
+
 def test_sites_without_tokens_are_left_alone() -> None:
     report, _ = check(Chain(full), x=torch.randn(0, WIDTH, dtype=torch.float64))
     assert [reason.split(": ")[1] for reason in report.left_alone] == ["its sources have no tokens"] * SITES
