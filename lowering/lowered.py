@@ -130,14 +130,15 @@ class Lowering:
 
     def unfold(self, node: Node, grads: Any, sites: Any, queries: Any, key_weights: Any) -> None:
         shared = [grad for grad in grads if grad in self.pulled]
-        single, single_sites, at = [], [], 0
+        left, left_sites, at = [], [], 0  # of null sources, and of pulls that no kernel takes
         for grad in grads:
+            rows = int(grad.meta["val"].shape[0])
             if grad not in self.pulled:
-                single.append(grad)
-                single_sites.append(sites[at])
-            at += grad.meta["val"].shape[0]
+                left.append(grad)
+                left_sites += sites[at : at + rows]
+            at += rows
         shares = self.shares.get(node)
-        self.expand(node, partial(steps.unfold, run=emit), [shares, single, single_sites, queries, key_weights])
+        self.expand(node, partial(steps.unfold, run=emit), [shares, left, left_sites, queries, key_weights])
         for grad in shared:
             pulled = grad.all_input_nodes[0]
             self.graph.erase_node(grad)

@@ -21,7 +21,7 @@ from .pinning import pin
 from .planning import Plan, Settings
 from .reading import Names, read
 from .report import Report
-from .rewriting import Rewrite
+from .rewriting import Rewrite, Writer
 from .versions import (
     CustomGraphPass,
     InferenceAwarePass,
@@ -174,11 +174,12 @@ def rewritten(graph: Graph, settings: Settings, backup: Backup) -> Choice:
 
 
 def carry_out(graph: Graph, plans: list[Plan]) -> None:
-    for plan in plans:
+    if plans:
         mode = detect_fake_mode([node.meta.get("val") for node in graph.nodes])
         assert mode is not None
-        Rewrite(graph, plan.family, mode).run()
-    if plans:
+        write = Writer(graph, mode)
+        for plan in plans:
+            Rewrite(plan.family, write).run()
         stable_topological_sort(graph)  # what reads a query's gradient moves behind the last pull
         graph.lint()
 
@@ -204,6 +205,8 @@ def refusal(family: planning.Family, settings: Settings) -> str | None:
     if settings.rewrite == "never":
         return "rewriting is switched off"
     value = family.sites[0].value
+    if family.shape.row == 0:
+        return "its sources have no tokens"
     if value.device.type == "cuda" and value.dtype == torch.float64:
         return "the steps of a route have no CUDA kernels for float64"
     return None

@@ -32,11 +32,14 @@ def region(node: Node) -> object:
 
 
 def save(node: Node) -> None:
-    """Save a node and what it is a view or a part of."""
+    """Save a node and what it is a view or a part of; of what has parts, all: none could be computed again."""
     while True:
         node.meta["recompute"] = MUST_SAVE
         base = node.args[0] if node.args else None
         takes_part = node.target in ALIASES | VIEWS or node.target is operator.getitem
         if not takes_part or not isinstance(base, Node) or not is_recomputed(base):
             return
+        if node.target is operator.getitem:
+            for part in base.users:
+                part.meta["recompute"] = MUST_SAVE
         node = base

@@ -17,7 +17,7 @@ from .liveness import Buffer, sizes
 from .model import Costs, Launch, Shape, Timeline
 from .partition import Backward
 from .pinning import region
-from .reading import Site, is_sum, only_user, sum_of
+from .reading import ALIASES, VIEWS, Site, is_sum, only_user, sum_of
 from .versions import is_recomputed, size_of, symbol
 
 PEAK_WOULD_RISE = "the backward's peak memory would rise"
@@ -308,7 +308,7 @@ def bounded(
 
 def outputs_of(family: Family) -> list[set[int]]:
     """Which sites may form S from their outputs: all that can, those of them with most sources, those held, none."""
-    able = [n for n in family.order if family.sites[n].plain and family.sites[n].out is not None]
+    able = [n for n in family.order if n in family.held or may_be_held(family.sites[n])]
     most = sorted(able, key=lambda n: len(family.sites[n].sources))[len(able) // 2 :]
     found: list[set[int]] = []
     for choice in (set(able), family.held.union(most), family.held, set()):
@@ -336,6 +336,15 @@ def windowed(family: Family, window: int | None, tile: int, frees: bool, room: R
         if window or over == 0 or not ends:
             return None
         starts.append(ends[0])
+
+
+def may_be_held(site: Site) -> bool:
+    """Whether the output is the mixture, and not in the hands of the caller, who may write into it."""
+    return site.plain and site.out is not None and not is_returned(site.out)
+
+
+def is_returned(node: Node) -> bool:
+    return any(user.op == "output" or (user.target in ALIASES | VIEWS and is_returned(user)) for user in node.users)
 
 
 def has_saved_output(site: Site) -> bool:

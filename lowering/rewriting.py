@@ -26,9 +26,22 @@ class Writer:
     def __init__(self, graph: Graph, mode: FakeTensorMode) -> None:
         self.graph = graph
         self.mode = mode
+        self.replaced: dict[Node, Node] = {}  # a plan names nodes of the graph as it was: sources, gradients
+
+    def replace(self, node: Node, other: Node) -> None:
+        """Let whatever reads a node read another, what is written later too."""
+        node.replace_all_uses_with(other)
+        self.replaced[node] = other
+
+    def now(self, node: Node) -> Node:
+        """What stands in a node's place."""
+        while node in self.replaced:
+            node = self.replaced[node]
+        return node
 
     def call(self, target: Callable[..., Any], args: tuple[Any, ...], like: Node, *, saved: bool = False) -> Node:
         """A call at the insertion point, tagged as ``like``; a saved one is kept for the backward."""
+        args = map_arg(args, self.now)
         node = self.graph.call_function(target, args)
         with self.mode, torch.no_grad():
             node.meta["val"] = target(*map_arg(args, lambda arg: arg.meta["val"]))
@@ -50,8 +63,8 @@ class Writer:
 class Rewrite:
     """One family being rewritten."""
 
-    def __init__(self, graph: Graph, family: Family, mode: FakeTensorMode) -> None:
-        self.graph, self.family, self.write = graph, family, Writer(graph, mode)
+    def __init__(self, family: Family, write: Writer) -> None:
+        self.graph, self.family, self.write = write.graph, family, write
         self.folded: Node | None = None
         self.rstds: dict[Run, Node] = {}
         self.logits: dict[tuple[Run, range], Node] = {}  # by the sites that they are of
@@ -107,7 +120,7 @@ class Rewrite:
 
     def score(self, run: Run, site: Site) -> None:
         """Logits and rstd of a source, computed where it is born."""
-        source, first, count = run.source, run.first, run.count
+        source, first, count = self.write.now(run.source), run.first, run.count
         born = self.top if source.op in ("placeholder", "get_attr") or source < self.top else source
         with self.graph.inserting_after(last_part(born)):
             args = (source, self.folded, first, count, site.eps)
@@ -153,7 +166,7 @@ class Rewrite:
             out, lse = self.write.part(node, 0), self.write.part(node, 1)
             self.mixes[number] = out, lse, self.write.part(node, 2) if keep else None
         if site.out is not None:
-            site.out.replace_all_uses_with(out)
+            self.write.replace(site.out, out)
 
     def null(self, number: int, site: Site) -> tuple[Node, Node, Node]:
         """The null source in the sources' dtype, its logits and its rstd."""
@@ -249,7 +262,19 @@ class Rewrite:
                     continue
                 self.made[pull, total] = self.write.part(node, 0, n)
                 if last:
-                    take_place(grads, self.made[pull, total])
+                    self.take_place(grads, self.made[pull, total])
+
+    def take_place(self, grads: list[Node], pulled: Node) -> None:
+        """Put the pulled gradient where the last of the gradients stood, and take the others out of their additions."""
+        *others, last = grads
+        for grad in others:
+            _, entry = sum_of(grad)
+            total = only_user(entry)
+            assert total is not None
+            one, other = total.args
+            self.write.replace(total, other if one is entry else one)  # type: ignore[arg-type]
+            self.graph.erase_node(total)
+        self.write.replace(last, pulled)
 
     def unfold(self, window: range, last: int) -> None:
         """The gradients of a window's queries and key weights, once its pulls have been made; last: its last site."""
@@ -280,19 +305,6 @@ class Rewrite:
             for node in (site.backward, site.node):
                 if node is not None:
                     erase_with_users(self.graph, node)
-
-
-def take_place(grads: list[Node], pulled: Node) -> None:
-    """Put the pulled gradient where the last of the gradients stood, and take the others out of their additions."""
-    *others, last = grads
-    for grad in others:
-        _, entry = sum_of(grad)
-        total = only_user(entry)
-        assert total is not None
-        one, other = total.args
-        total.replace_all_uses_with(other if one is entry else one)  # type: ignore[arg-type]
-        total.graph.erase_node(total)
-    last.replace_all_uses_with(pulled)
 
 
 def last_part(node: Node) -> Node:

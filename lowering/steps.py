@@ -258,7 +258,7 @@ def unfold(
 ) -> tuple[list[Tensor], list[Tensor]]:
     """Gradients of the queries and key weights (empty where absent) from what pulls left in shares, and from grads.
 
-    grads are of single sites, [1, H, K], those that ``sites`` names.
+    ``sites`` names the site of every row of grads [J, H, K] in turn.
     """
     (heads, head_width), count = queries[0].shape, len(queries)
     totals: list[Tensor] = []
@@ -267,8 +267,10 @@ def unfold(
         run(sum_launch(shares, summed))
         totals.append(summed)
     if grads:
-        absent = torch.zeros_like(grads[0])
-        at = dict(zip(sites, grads, strict=True))
+        absent = torch.zeros_like(grads[0][:1])
+        at: dict[int, Tensor] = {}
+        for site, row in zip(sites, (row for grad in grads for row in grad.split(1)), strict=True):
+            at[site] = at[site] + row if site in at else row
         totals.append(torch.cat([at.get(site, absent) for site in range(count)]))
     total = sum(totals[1:], totals[0]).unbind()
     weighted = [(n, weight) for n, weight in enumerate(key_weights) if weight is not None]

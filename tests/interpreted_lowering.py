@@ -8,6 +8,7 @@ from torch._dynamo.backends.common import aot_autograd
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._inductor.decomposition import select_decomp_table
 
+from mhar_compile import route
 from mhar_compile.compiler import EXPANSIONS, joint_pass
 from mhar_compile.lowering.lowered import Lowering
 from mhar_compile.lowering.tracing import boxed
@@ -67,6 +68,29 @@ def test_launches_compute_what_the_operators_do(case):
 def test_launches_of_windows_that_free_what_they_hold():
     with windows_that_free():
         compare(Case("delta", torch.float32, checkpointed=True), window=2, tile=1)
+
+
+def test_operators_left_beside_launches():
+    """Sites with a float64 gate, which no kernel takes, in a family whose other sites are launched."""
+    torch.manual_seed(0)
+    leaves = [torch.randn(3, 16), *(torch.randn(2, 8) for _ in range(4)), torch.randn(1, dtype=torch.float64)]
+    for leaf in leaves:
+        leaf.requires_grad_()
+
+    def model(x, a, b, c, d, gate):
+        first = route([x, x.sin()], a)
+        second = route([x, x.sin(), first.cos()], b)
+        third = route([x, x.sin()], c, gate=gate).sin()
+        fourth = route([x, x.sin(), third], d, gate=gate)
+        return torch.cat([second.sin(), fourth.sin()])
+
+    torch._dynamo.reset()
+    targets = []
+    compiled = torch.compile(model, backend=backend(targets, rewrite="always", tile=1), fullgraph=True)
+    expected, found = (torch.autograd.grad(f(*leaves).sum(), leaves) for f in (model, compiled))
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+    assert {"pull_named", "pull.default"} <= {str(getattr(target, "__name__", target)) for target in targets}
 
 
 def compare(case, **settings):

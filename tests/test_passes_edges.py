@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
@@ -10,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.fx import Graph
+from torch.utils.checkpoint import checkpoint
 
 from mhar_compile import Router, route
 from mhar_compile.compiler import joint_pass
@@ -186,6 +188,44 @@ def slices(self: Chain, x: Tensor) -> Tensor:
     """Sources that are slices of a wider tensor, strided rows."""
     wide = torch.cat([x, x.sin(), x.cos()], -1)
     return sublayers(self, x, lambda n, s: self.routers[n]([*s, wide[..., WIDTH : 2 * WIDTH]]))[-1]
+
+
+def chained(self: Chain, x: Tensor, region: Callable[..., Tensor]) -> Tensor:
+    sources = [x]
+    for n, router in enumerate(self.routers):
+        heads, residual = 1 + n % 2, sources[-1] if n == 3 else None
+        site = functools.partial(route, query=router.query.flatten(), heads=heads, residual=residual)
+        sources.append(region(site, list(sources)))
+    return sources[-1].sin()
+
+
+@pytest.mark.parametrize("rewrite", ["always", "never"])
+@pytest.mark.parametrize("checkpointed", [False, True])
+def test_outputs_that_are_sources_as_they_are(checkpointed: bool, rewrite: str) -> None:
+    """Of sites of the same family and of another, in the same checkpointed region and in another."""
+    region = functools.partial(checkpoint, use_reentrant=False) if checkpointed else lambda site, x: site(x)
+    model = Chain(lambda self, x: chained(self, x, region))
+    x = torch.randn(2, 3, WIDTH, dtype=torch.float64, requires_grad=True)
+    report, found = check(model, x=x, rewrite=rewrite)
+    nodes = count([graph for pair in found.after for graph in pair])
+    assert report.left_alone == ([] if rewrite == "always" else report.left_alone)
+    assert bool(nodes["mhar.route.default"]) == (rewrite == "never")
+
+
+def test_a_result_may_be_written_into() -> None:
+    """The backward holds no output for S that is the caller's."""
+    model = Chain(lambda self, x: self.routers[1]([x, *sublayers(self, x, lambda n, s: self.routers[0](s))]))
+    leaves, found = list(model.parameters()), Trace()
+    torch._dynamo.reset()
+    compiled = torch.compile(model, backend=tracer(found, joint_pass(rewrite="always")), fullgraph=True)
+    x = torch.randn(2, 3, WIDTH, dtype=torch.float64)
+    expected, got = (call(lambda x, f=function: f(x).mul_(2), leaves, x) for function in (model, compiled))
+    torch.testing.assert_close(got, expected, rtol=1e-9, atol=1e-9)
+
+
+def test_sites_without_tokens_are_left_alone() -> None:
+    report, _ = check(Chain(full), x=torch.randn(0, WIDTH, dtype=torch.float64))
+    assert [reason.split(": ")[1] for reason in report.left_alone] == ["its sources have no tokens"] * SITES
 
 
 def dead_site(self: Chain, x: Tensor) -> Tensor:
