@@ -219,11 +219,14 @@ graphs = st.lists(sublayers, min_size=1, max_size=6)
 class Drawn(nn.Module):
     """A drawn graph of sites, cut into groups of which every other one is checkpointed."""
 
-    def __init__(self, graph: list[tuple[list[int], str, bool]], cuts: set[int]) -> None:
+    def __init__(self, graph: list[tuple[list[int], str, bool]], cuts: set[int], shares_query: bool) -> None:
         super().__init__()
         self.graph = graph
         self.groups = list(itertools.pairwise(sorted({0, len(graph)} | {cut for cut in cuts if cut < len(graph)})))
         self.routers = nn.ModuleList(Router(4, 2, null_source=gated, gate=gated) for _, _, gated in graph)
+        if shares_query:
+            for router in self.routers:
+                router.query = self.routers[0].query
         self.double()
 
     def forward(self, x: Tensor) -> list[Tensor]:
@@ -258,11 +261,17 @@ class Drawn(nn.Module):
     st.sampled_from([None, 1, 2]),
     st.sampled_from([1, 2, 8]),
     st.booleans(),
+    st.booleans(),
 )
 def test_drawn_graphs(
-    graph: list[tuple[list[int], str, bool]], cuts: set[int], window: int | None, tile: int, frees: bool
+    graph: list[tuple[list[int], str, bool]],
+    cuts: set[int],
+    window: int | None,
+    tile: int,
+    frees: bool,
+    shares_query: bool,
 ) -> None:
-    model, found = Drawn(graph, cuts), Trace()
+    model, found = Drawn(graph, cuts, shares_query), Trace()
     torch._dynamo.reset()
     passes = joint_pass(reports=found.reports.append, rewrite="always", window=window, tile=tile)
     compiled = torch.compile(model, backend=tracer(found, passes), fullgraph=True)
