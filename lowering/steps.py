@@ -267,7 +267,7 @@ def unfold(
         run(sum_launch(shares, summed))
         totals.append(summed)
     if grads:
-        absent = torch.zeros_like(grads[0][:1])
+        absent = torch.zeros_like(grads[0].narrow(0, 0, 1))
         at: dict[int, Tensor] = {}
         for site, row in zip(sites, (row for grad in grads for row in grad.split(1)), strict=True):
             at[site] = at[site] + row if site in at else row
