@@ -5,7 +5,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from . import launch, steps
 from .generated import emit
+from .norm_gradients import NormGradientNodes, norm_gradient_of
 from .norms import NormNodes, norm_of
 from .rules import NormRule, norm_rule
 
@@ -28,6 +29,11 @@ LAUNCHED: dict[Any, Callable[..., Any]] = {
     mhar.mix.default: steps.mix,
     mhar.mix_tile.default: steps.mix_tile,
     mhar.coupling_from_sources.default: steps.coupling_from_sources,
+}
+HEADS: dict[Any, Callable[[Node], int]] = {  # of the operators whose first argument is the gradient of a site's output
+    mhar.coupling.default: lambda node: cast(int, node.args[3]),
+    mhar.coupling_from_sources.default: lambda node: int(cast(Node, node.args[5]).meta["val"].shape[-1]),
+    mhar.route_backward.default: lambda node: int(cast(Node, node.args[2]).meta["val"].shape[0]),
 }
 KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -56,6 +62,10 @@ class Lowering:
         )
 
     def lower(self, node: Node) -> None:
+        if node.target in HEADS and (gradient := gradient_behind(node)) is not None:
+            self.norm_backward(node, *gradient)
+            if node.target is mhar.coupling.default:
+                return
         args: list[Any] = list(node.args)
         if node.target is mhar.mix.default and (norm := norm_behind(node)) is not None:
             self.mix_norm(node, args, *norm)
@@ -87,13 +97,38 @@ class Lowering:
         for unread in (norm.result, norm.inverse):
             self.erase(unread)
 
+    def norm_backward(self, node: Node, norm: NormGradientNodes, heads: int, rule: NormRule) -> None:
+        """The backward of the RMSNorm behind a site is one launch, and the coupling of the site comes along with it."""
+        couples = node.target is mhar.coupling.default
+        residue = node.args[2] if couples else None
+        summed: Any = None if norm.weight_sum is None else norm.weight_sum.meta["val"]
+
+        def body(terms: Any, x: Any, residue: Any, inverse: Any, weight: Any) -> Any:
+            dtype = None if summed is None else summed.dtype
+            grad, coupling, total = steps.norm_backward(
+                terms, x, residue, inverse, weight, heads, couples, dtype, rule, run=emit
+            )
+            return [grad, coupling, None if total is None else total.view(summed.shape)]
+
+        with self.graph.inserting_before(norm.first):
+            grad, coupling, total = self.traced(body, [list(norm.terms), norm.x, residue, norm.inverse, norm.weight])
+        if couples:
+            replace(node, coupling)
+        for old, new in ((norm.result, grad), (norm.weight_sum, total)):
+            if old is not None:
+                old.replace_all_uses_with(new)
+                self.erase(old)
+
     def erase(self, node: Node) -> None:
         """Erase a node, and what only it reads."""
-        read = node.all_input_nodes
-        self.graph.erase_node(node)
-        for other in read:
-            if other.op == "call_function" and not other.users and not other.is_impure():
-                self.erase(other)
+        waiting = {node: None}
+        while waiting:
+            unread, _ = waiting.popitem()
+            read = unread.all_input_nodes
+            self.graph.erase_node(unread)
+            for other in read:
+                if other.op == "call_function" and not other.users and not other.is_impure():
+                    waiting[other] = None
 
     def pull(self, node: Node, args: list[Any]) -> None:
         """Pulls of one family add the gradients of its queries to one tensor, which unfold reads in place of theirs."""
@@ -187,6 +222,25 @@ def norm_behind(mix: Node) -> tuple[NormNodes, NormRule] | None:
         if norm is not None and rule is not None:
             return norm, rule
     return None
+
+
+def gradient_behind(node: Node) -> tuple[NormGradientNodes, int, NormRule] | None:
+    """The backward of the RMSNorm that the gradient of a site's output comes from, the site's heads, and the rule.
+
+    None where there is none, where Inductor does it, or where its place in the graph is before something that it reads.
+    """
+    gradient, heads = cast(Node, node.args[0]), HEADS[node.target](node)
+    value = gradient.meta["val"]
+    rule = norm_rule(heads, int(value.shape[-1]) // heads, value.element_size())
+    found = norm_gradient_of(gradient) if rule is not None and rule.backward else None
+    if rule is None or found is None:
+        return None
+    read = found.given
+    if node.target is mhar.coupling.default:
+        if found.x is not node.args[1]:
+            return None
+        read += [arg for arg in node.args[2:3] if isinstance(arg, Node)]
+    return (found, heads, rule) if all(one < found.first for one in read) else None
 
 
 def replace(node: Node, result: Any) -> None:

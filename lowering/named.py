@@ -24,6 +24,7 @@ WRITTEN = {
     "score": ("logits", "rstd"),
     "mix": ("lse", "out", "residue", "next_max", "next_sum", "next_mix"),
     "mix_norm": ("lse", "out", "residue", "inverse", "normed"),
+    "norm_backward": ("grad_out", "coupled", "weight_sums"),
     "coupling": ("coupled", "mass"),
     "pull": ("dlogits", "grads"),
     "query_gradient": ("shares",),

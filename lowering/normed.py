@@ -1,6 +1,8 @@
-"""The kernel of a site whose output goes on to an RMSNorm: mix for one site, with whole rows, and the norm behind it.
+"""The kernels of the RMSNorm behind a site: mix_norm is mix for one site, with whole rows, and the norm of its output;
+norm_backward is the norm's backward and the coupling of its site.
 
-Shapes as in ``rectangles.py``; norm_weight [d], inverse [tokens] float32, normed [tokens, d].
+Shapes as in ``rectangles.py``; norm_weight [d], inverse [tokens] float32, normed [tokens, d]; terms: rows like
+sources.
 """
 
 import triton
@@ -13,14 +15,18 @@ from .tiles import (
     load_row,
     load_unit,
     mask_heads,
+    over_heads,
     pick,
     place_of,
     rounded,
     start_of_row,
     store_heads,
+    store_sum,
     store_unit,
+    sums,
     tile_of,
     tokens_of,
+    zero_row,
 )
 
 
@@ -138,3 +144,113 @@ def mix_norm(
             store_unit(residue, rounding_residue(value, narrow), token, live, u, TILE)
         row = row + (narrow,)
     store_normed(normed, inverse, row, norm_weight, eps, token, live, TILE, ROUND_FIRST)
+
+
+@triton.jit
+def sum_of_rows(rows, count, place, live, TILE: tl.constexpr, GROUP: tl.constexpr):
+    """The float32 sum of `count` rows, which are (pointers, strides, jumps)."""
+    total = zero_row(TILE)
+    for first in range(0, count, GROUP):
+        group = load_group(rows, first, count, place, live, TILE, GROUP)
+        added = ()
+        for u in tl.static_range(TILE.UNITS):
+            value = total[u]
+            for i in tl.static_range(GROUP):
+                value += group[i * TILE.UNITS + u].to(tl.float32)
+            added = added + (value,)
+        total = added
+    return total
+
+
+@triton.jit
+def mean_through(dy, x, factor, weight, token, live, TILE: tl.constexpr):
+    """The mean over a row of dy * weight * normalised x."""
+    product = tl.zeros([TILE.ROWS, TILE.COLUMNS], tl.float32)
+    for u in tl.static_range(TILE.UNITS):
+        through = dy[u] * (x[u].to(tl.float32) * factor[:, None])
+        if weight is not None:
+            through *= load_unit(weight, token * 0, live, u, TILE).to(tl.float32)
+        product += through
+    return over_heads(sums((product,), 1), TILE)[0] * (1.0 / TILE.WIDTH)
+
+
+@triton.jit
+def norm_gradient(dy, x, factor, mean, weight, token, live, unit: tl.constexpr, TILE: tl.constexpr):
+    """A unit of normalised x, and of the gradient of x, rounded to its dtype."""
+    normal = x.to(tl.float32) * factor[:, None]
+    if weight is not None:
+        dy *= load_unit(weight, token * 0, live, unit, TILE).to(tl.float32)
+    return normal, rounded((dy - normal * mean[:, None]) * factor[:, None], x)
+
+
+@triton.jit
+def restored(narrow, residue, token, live, unit: tl.constexpr, TILE: tl.constexpr):
+    """A unit in float32 before it was rounded, to 8 more bits where their residue is there."""
+    wide = narrow.to(tl.float32)
+    if residue is not None:
+        shift: tl.constexpr = 8 if narrow.dtype == tl.bfloat16 else 5
+        lost = load_unit(residue, token * TILE.WIDTH, live, unit, TILE).to(tl.int32) << shift
+        wide = (wide.to(tl.int32, bitcast=True) + lost).to(tl.float32, bitcast=True)
+    return wide
+
+
+@triton.jit(do_not_specialize=["inner", "count", "tokens"])
+def norm_backward(
+    terms,
+    strides,
+    jumps,
+    inner,
+    count,
+    out,
+    residue,
+    inverse,
+    norm_weight,
+    grad_out,
+    coupled,
+    weight_sums,
+    tokens,
+    H: tl.constexpr,
+    K: tl.constexpr,
+    TOKENS: tl.constexpr,
+    HEADS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    GROUP: tl.constexpr,
+):
+    """From the gradient of the norm's result, the sum of `count` terms, that of a site's output; and where asked for
+    coupled = <grad_out, mixture> per head, the output being the mixture, and this program's share of the gradient of
+    the norm's weight. A program walks over tiles of tokens.
+    """
+    TILE: tl.constexpr = tile_of(H, K, TOKENS, HEADS, COLUMNS)
+    summed = zero_row(TILE)
+    for tile in range(tl.program_id(0), tl.cdiv(tokens, TOKENS), tl.num_programs(0)):
+        token = tokens_of(tile, TILE)
+        live = token < tokens
+        dy = sum_of_rows((terms, strides, jumps), count, place_of(token, inner), live, TILE, GROUP)
+        x = load_row(out, token * TILE.WIDTH, live, TILE)
+        factor = tl.load(inverse + token, mask=live, other=0.0)
+        mean = mean_through(dy, x, factor, norm_weight, token, live, TILE)
+        updated = ()
+        dots = ()
+        for h in tl.static_range(TILE.GROUPS):
+            product = tl.zeros([TILE.ROWS, TILE.COLUMNS], tl.float32)
+            for c in tl.static_range(TILE.CHUNKS):
+                normal, grad = norm_gradient(
+                    dy[h * TILE.CHUNKS + c], x[h * TILE.CHUNKS + c], factor, mean, norm_weight, token, live,
+                    h * TILE.CHUNKS + c, TILE,
+                )  # fmt: skip
+                store_unit(grad_out, grad, token, live, h * TILE.CHUNKS + c, TILE)
+                updated = updated + (summed[h * TILE.CHUNKS + c] + dy[h * TILE.CHUNKS + c] * normal,)
+                if coupled is not None:
+                    mixture = restored(x[h * TILE.CHUNKS + c], residue, token, live, h * TILE.CHUNKS + c, TILE)
+                    product += grad.to(tl.float32) * mixture
+            dots = dots + (product,)
+        if weight_sums is not None:
+            summed = updated
+        if coupled is not None:
+            couplings = ()
+            for h in tl.static_range(TILE.GROUPS):
+                couplings = couplings + sums((dots[h],), 1)
+            store_heads(coupled, couplings, token, live, TILE)
+    if weight_sums is not None:
+        for u in tl.static_range(TILE.UNITS):
+            store_sum(weight_sums, summed[u], tl.program_id(0), u, TILE)

@@ -17,6 +17,8 @@ LIVE = 168  # registers for values: 56 in bfloat16, 227 / 187 / 16 bytes of stac
 WASTE = 1.125  # padded / true width that costs nothing: K 72 as 5 x 16 is 1.11, 40 values a thread; 9 x 8 are 72 values
 VALUES = 16  # a thread: 111 / 111 / 128 at d 2048; 32 are 167 / 183 / 193; 8 save no more than 102 / 104 / 126
 
+TERMS = 4  # of a gradient that norm_backward sums as it reads them: query's, key's and value's, and one more
+BACKWARD = 384  # values a thread times warps of norm_backward: 24 x 16 (d 12288) take 128 registers, 32 x 16 spill
 WIDEST = 64  # values a thread of mix_norm: 128 registers at d 32768; 96 (d 49152) spill
 IN_FLIGHT = 160  # bytes that a thread of mix_norm waits for: at d 1280 four sources, 320, take 165 registers and not 98
 
@@ -124,15 +126,18 @@ def mix_rule(sites: int) -> MixRule:
 
 @dataclass(frozen=True)
 class NormRule:
-    """How mix_norm reads, in the cut of the site's rule; a program has whole rows.
+    """How mix_norm and norm_backward read, in the cut of the site's rule; a program has whole rows.
 
     Attributes:
-        group: sources whose loads are in flight together, 112 to 160 bytes a thread and 70 to 110 KB a multiprocessor.
-            Registers in bfloat16 / float32: 79 / 64 at d 4096, 98 / 72 at d 1280, 80 / 64 at d 1024, 72 / 64 at d 512,
-            128 / 96 at d 576 with 9 heads, 96 / 75 at d 7168.
+        group: rows whose loads are in flight together, 112 to 160 bytes a thread and 70 to 110 KB a multiprocessor.
+            Registers of mix_norm in bfloat16 / float32: 79 / 64 at d 4096, 98 / 72 at d 1280, 80 / 64 at d 1024, 72 /
+            64 at d 512, 128 / 96 at d 576 with 9 heads, 96 / 75 at d 7168.
+        backward: whether norm_backward takes such rows. Registers with / without coupling in bfloat16: 128 / 80 at d
+            4096, 255 / 165 at d 1280, 168 / 128 at d 1024, 96 / 80 at d 512, 254 / 166 at d 576, 255 / 223 at d 7168.
     """
 
     group: int
+    backward: bool
 
 
 def norm_rule(heads: int, head_width: int, itemsize: int) -> NormRule | None:
@@ -141,10 +146,12 @@ def norm_rule(heads: int, head_width: int, itemsize: int) -> NormRule | None:
     It saves a launch and the reading of a row, but its programs are as wide as a row, where mix has one for each 8
     values a thread. Whether that pays is not yet measured: the section norms of perf/gpu.py says, and this decides.
     """
-    values = values_of(site_rule(heads, head_width, itemsize), heads, head_width, itemsize)
+    rule = site_rule(heads, head_width, itemsize)
+    values = values_of(rule, heads, head_width, itemsize)
     if values > WIDEST:
         return None
-    return NormRule(max(n for n in (1, 2, 4) if n == 1 or n * values * itemsize <= IN_FLIGHT))
+    group = max(n for n in (1, 2, 4) if n == 1 or n * values * itemsize <= IN_FLIGHT)
+    return NormRule(group, backward=values * rule.warps <= BACKWARD)
 
 
 @dataclass(frozen=True)

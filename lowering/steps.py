@@ -16,13 +16,14 @@ from torch import Tensor
 
 from .launch import Launch, Run, at_once, site_constants, sums_launch
 from .normed import mix_norm as mix_norm_kernel
+from .normed import norm_backward as norm_backward_kernel
 from .pulls import coupling as coupling_kernel
 from .pulls import pull as pull_kernel
 from .pulls import query_gradient
 from .rectangles import mix as mix_kernel
 from .rectangles import score as score_kernel
 from .rows import padded, row_arguments, rows_of
-from .rules import RECTANGLE, BlockRule, NormRule, block_rule, ceil_div, mix_rule, pull_sources, site_rule
+from .rules import RECTANGLE, TERMS, BlockRule, NormRule, block_rule, ceil_div, mix_rule, pull_sources, site_rule
 
 State = tuple[Tensor, Tensor | None, Tensor]  # (max, sum or 1, mixture), float32 [sites, T, H] twice and [sites, T, d]
 
@@ -110,6 +111,56 @@ def mix_norm(norm: Norm, *mixing: Any, run: Run = at_once) -> tuple[Tensor, ...]
         run(launch)
     run(norm_launch(launches[-1], norm, normed, inverse))
     return out, lse, residue, normed, inverse
+
+
+def norm_backward(
+    terms: Sequence[Tensor],
+    out: Tensor,
+    residue: Tensor | None,
+    inverse: Tensor,
+    weight: Tensor | None,
+    heads: int,
+    coupled: bool,
+    summed: torch.dtype | None,
+    norm: NormRule,
+    run: Run = at_once,
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """Backward of the RMSNorm of a site's output [..., d], whose result has the sum of the terms as its gradient.
+
+    Returns the gradient of the output; the site's coupling [..., H], where asked for, the output being its mixture,
+    restored by the residue; and the gradient of the weight [d] in this dtype, where asked for.
+    """
+    *leading, width = out.shape
+    tokens = prod(leading)
+    rule = site_rule(heads, int(width) // heads, out.element_size())
+    rows, inner = rows_of(terms)
+    rows += rows[-1:] * (TERMS - len(rows))
+    programs = torch.sym_min(rule.programs, ceil_div(tokens, rule.tokens))
+    grad_out = out.new_empty(out.shape)
+    coupling = inverse.new_empty((*leading, heads)) if coupled else None
+    shares = None if summed is None else inverse.new_empty((programs, width))
+    arguments = dict(
+        terms=tuple(row.tensor for row in rows),
+        strides=tuple(row.stride for row in rows),
+        jumps=None if inner is None else tuple(row.jump for row in rows),
+        inner=inner,
+        count=len(terms),
+        out=out,
+        residue=residue,
+        inverse=inverse,
+        norm_weight=None if weight is None else weight.contiguous(),
+        grad_out=grad_out,
+        coupled=coupling,
+        weight_sums=shares,
+        tokens=tokens,
+    )
+    constants = site_constants(heads, int(width) // heads, out) | {"GROUP": norm.group}
+    run(Launch(norm_backward_kernel, (programs,), arguments, constants, step_options(rule.warps)))
+    total = None
+    if shares is not None:
+        total = inverse.new_empty(width, dtype=summed)
+        run(sum_launch(shares, total))
+    return grad_out, coupling, total
 
 
 def mix_tile(

@@ -140,7 +140,7 @@ class Rectangle:
     runs: int = 1
 
     def launches(self) -> list[Launch]:
-        """score, mix at one site, alone and with a norm, and at all, coupling, pull with its query gradients, a sum."""
+        """score, mix at one site, alone and with a norm and its backward, and at all, coupling, pull, sums."""
         launches: list[Launch] = []
         run, tokens = launches.append, (self.runs, self.tokens // self.runs)
         folded = empty(self.sites, self.heads, self.width // self.heads)
@@ -155,10 +155,13 @@ class Rectangle:
         rule = norm_rule(self.heads, self.width // self.heads, self.dtype.itemsize)
         for extra in ((None, None, None, None), (rows[0], empty(1), wide, heads[0])):
             keep = self.dtype.itemsize == 2 and extra[0] is None
-            steps.mix(rows, logits, firsts, 0, *extra, self.dtype, keep, run)
+            mixed, _, residue = steps.mix(rows, logits, firsts, 0, *extra, self.dtype, keep, run)
             if rule is not None:
                 norm = steps.Norm(empty(self.width, dtype=self.dtype), 1e-6, self.dtype, not keep, True, rule)
                 steps.mix_norm(norm, rows, logits, firsts, 0, *extra, self.dtype, keep, run=run)
+            if rule is not None and rule.backward:
+                given = mixed, residue if keep else None, wide[..., 0].contiguous(), norm.weight, self.heads
+                steps.norm_backward(douts[: 2 + keep], *given, keep, self.dtype, rule, run)
         steps.mix_tile(rows, logits, firsts, sites, run)
         steps.coupling_from_sources(douts[0], rows, logits, firsts, 0, heads[0], empty(1), run)
         shares = steps.new_shares(folded)

@@ -36,7 +36,8 @@ from torch import Tensor
 from mhar_compile import route
 from mhar_compile.lowering import steps
 from mhar_compile.lowering.launch import Launch
-from mhar_compile.lowering.rules import RECTANGLE, norm_rule
+from mhar_compile.lowering.rules import RECTANGLE, TERMS, norm_rule
+from mhar_compile.ops import eager_steps
 
 from . import checks, clock, models, rivals, step_checks, training
 from .clock import Row, Setup
@@ -171,6 +172,8 @@ def step_cases(sizes: Sizes) -> Iterator[tuple[str, Callable[[], None]]]:
         (0, {"residual": True, "carried": True, "weight": sizes.dtype}),
     ):
         yield f"mix_norm {count} {options}", partial(step_checks.check_mix_norm, sizes, count, **options)
+    for count, options in ((3, {}), (TERMS, {"coupled": False}), (2, {"weight": sizes.dtype, "summed": False})):
+        yield f"norm_backward {count} {options}", partial(step_checks.check_norm_backward, sizes, count, **options)
     for count, number in ((3, 8), (many, 2)):
         yield f"mix_tile {count} x {number}", partial(step_checks.check_mix_tile, sizes, count, number)
     for count, options in ((3, {"null": True, "gate": True}), (many, {})):
@@ -330,6 +333,40 @@ def norms(setup: Setup) -> Iterator[Row]:
             us = setup.time(function)
             least = moved * shape.tokens * shape.width * 2
             yield {"name": name, "shape": shape.name, "us": us, "of_copy": least / (us * 1e-6) / copy}
+        for terms in (2, 3):
+            apart, along = normalised_backward(setup, shape, terms)
+            for found, expected in zip(along()[::2], apart()[::2], strict=True):  # couplings are sums that cancel
+                torch.testing.assert_close(found, expected, rtol=2**-6, atol=2**-6 * float(expected.abs().max()))
+            for name, read, function in (
+                (f"norm backward of {terms} terms, then coupling", 2 * terms + 5.5, apart),
+                (f"norm_backward of {terms} terms", terms + 2.5, along),
+            ):
+                us = setup.time(function)
+                least = read * shape.tokens * shape.width * 2
+                yield {"name": name, "shape": shape.name, "us": us, "of_copy": least / (us * 1e-6) / copy}
+
+
+def normalised_backward(setup: Setup, shape: Shape, count: int) -> tuple[Callable[[], Any], Callable[[], Any]]:
+    """The backward of a norm and the coupling of its site, as kernels of Inductor's and as one of ours."""
+    heads, width = shape.heads, shape.width
+    out, *terms = (torch.randn(shape.tokens, width, device=setup.device).bfloat16() for _ in range(1 + count))
+    residue = torch.zeros(out.shape, dtype=torch.int8, device=setup.device)
+    weight, rule = torch.ones(width, device=setup.device).bfloat16(), norm_rule(heads, width // heads, 2)
+    inverse = (out.float().square().mean(-1, keepdim=True) + rivals.EPS).rsqrt()
+    assert rule is not None
+
+    def apart(terms: list[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+        dy, normal = sum(terms[1:], terms[0]).float(), out.float() * inverse
+        through = dy * weight.float()
+        grad = (inverse * (through - normal * (through * normal).mean(-1, keepdim=True))).bfloat16()
+        coupled = (grad.float() * eager_steps.restored(out, residue)).unflatten(-1, (heads, -1)).sum(-1)
+        return grad, coupled, (dy * normal).sum(0).bfloat16()
+
+    if not setup.tiny:
+        torch._dynamo.reset()
+        apart = torch.compile(apart, dynamic=False)
+    given: Any = terms, out, residue, inverse, weight, heads, True, torch.bfloat16, rule
+    return partial(apart, terms), partial(steps.norm_backward, *given)
 
 
 def normalised(setup: Setup, shape: Shape) -> tuple[Callable[[], Any], ...]:

@@ -63,7 +63,7 @@ def reads(module: Module) -> dict[str, Counter[str]]:
     """How often which of the steps' kernels reads each source; mix_norm is mix."""
     found: dict[str, Counter[str]] = {}
     for call in calls(module):
-        if not call.kernel.startswith("site_"):
+        if not call.kernel.startswith(("site_", "norm_")):
             for source in call.sources:
                 found.setdefault(source, Counter())[call.kernel.removesuffix("_norm")] += 1
     return found

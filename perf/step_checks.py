@@ -213,6 +213,51 @@ def check_mix_norm(
             assert share <= 0.03, f"{share:.3g} of the normalised values are rounded otherwise; {sizes}"
 
 
+def check_norm_backward(
+    sizes: Sizes,
+    count: int,
+    *,
+    weight: torch.dtype | None = torch.float32,
+    gradient: torch.dtype | None = None,
+    coupled: bool = True,
+    summed: bool = True,
+) -> None:
+    """The gradient of a norm's argument, that of its weight, and the site's coupling with the gradient as rounded.
+
+    gradient is the dtype of the `count` terms of the result's gradient, that of the sources unless said.
+    """
+    arguments = mix_arguments(sizes, 3, null=False, residual=False, gate=False, carried=False)
+    rule = norm_rule(sizes.heads, sizes.head_width, sizes.dtype.itemsize)
+    assert rule is not None
+    assert rule.backward
+    out, _, residue = eager_steps.mix(*arguments, coupled and sizes.dtype in ROUNDING)
+    kept = residue if residue.numel() else None
+    terms = [term.to(gradient or sizes.dtype) for term in sizes.rows(count)]
+    scale = None if weight is None else sizes.normal(sizes.width).to(weight)
+    inverse = (out.float().square().mean(-1, keepdim=True) + NORM_EPS).rsqrt()
+    total = weight if summed and weight is not None else None
+    with poisoned():
+        found = steps.norm_backward(terms, out, kept, inverse, scale, sizes.heads, coupled, total, rule)
+    grad, coupling, dweight = found
+    dy, x, root = sum(term.double() for term in terms), out.double(), inverse.double()
+    assert isinstance(dy, Tensor)
+    through = dy if scale is None else dy * scale.double()
+    expected = root * (through - x * root.square() * (through * x).mean(-1, keepdim=True))
+    assert grad.dtype == sizes.dtype
+    sizes.close(grad, expected, sizes.dtype)
+    assert (coupling is not None) == coupled
+    if coupling is not None:
+        sizes.close(coupling, eager_steps.coupling(grad.double(), mixture_of(out, kept).double(), None, sizes.heads))
+    assert (dweight is not None) == (total is not None)
+    if dweight is not None:
+        summands = (dy * x * root).flatten(0, -2)
+        sizes.close(dweight, summands.sum(0), dweight.dtype, slack=2e-6 * float(summands.abs().sum(0).max()))
+
+
+def mixture_of(out: Tensor, residue: Tensor | None) -> Tensor:
+    return out if residue is None else eager_steps.restored(out, residue)
+
+
 def check_mix_tile(sizes: Sizes, count: int, sites: int = 2) -> None:
     """Mixtures of the same sources at several sites, and their log-sum-exps."""
     torch.manual_seed(count)

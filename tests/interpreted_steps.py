@@ -1,9 +1,12 @@
 """What tests/test_kernels.py runs of the steps' launches, interpreted: every step against the plain one in float64."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
-from mhar_compile.lowering.rules import RECTANGLE
+from mhar_compile.lowering import rules
+from mhar_compile.lowering.rules import RECTANGLE, TERMS
 from perf import step_checks as checks
 from perf.step_checks import Sizes
 
@@ -60,6 +63,30 @@ def test_mix(sizes, count, options):
 )
 def test_mix_norm(sizes, count, options):
     checks.check_mix_norm(sizes, count, **options)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "count", "options"),
+    [
+        (WIDE, 3, {"weight": None}),
+        (NARROW, 3, {"weight": torch.bfloat16}),
+        (CHUNKED, 1, {"coupled": False}),
+        (HALF, 2, {"weight": torch.float16, "gradient": torch.float32}),
+        (UNEVEN, TERMS, {"summed": False}),
+        (UNEVEN_WIDE, 2, {"gradient": torch.bfloat16, "weight": torch.bfloat16}),
+        (MASKED_HEAD, 3, {}),
+        (MASKED_COLUMNS, 2, {}),
+    ],
+)
+def test_norm_backward(sizes, count, options):
+    checks.check_norm_backward(sizes, count, **options)
+
+
+@pytest.mark.parametrize("sizes", [NARROW, UNEVEN_WIDE])
+def test_norm_backward_of_more_tokens_than_are_resident(sizes, monkeypatch):
+    monkeypatch.setattr(rules, "MULTIPROCESSORS", 1)
+    rule = rules.site_rule(sizes.heads, sizes.head_width, sizes.dtype.itemsize)
+    checks.check_norm_backward(replace(sizes, tokens=(3, rule.programs * rule.tokens)), 3)
 
 
 @pytest.mark.parametrize(

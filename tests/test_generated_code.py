@@ -21,7 +21,18 @@ from perf.codegen import generator, modules
 from perf.launches import calls, reads
 from tests.windows import windows_that_free
 
-OURS = ("score", "mix", "mix_norm", "coupling", "pull", "query_gradient", "site_sums", "site_forward", "site_backward")
+OURS = (
+    "score",
+    "mix",
+    "mix_norm",
+    "norm_backward",
+    "coupling",
+    "pull",
+    "query_gradient",
+    "site_sums",
+    "site_forward",
+    "site_backward",
+)
 LAYERS = 3
 SITES = 2 * LAYERS + 1
 
@@ -156,7 +167,8 @@ def test_launches(generated, residual):
     else:
         assert forward == {"score": sources, "mix_norm": SITES}
         assert backward["pull"] <= backward["query_gradient"]
-        assert backward["site_sums"] == 1, "all queries' gradients are summed at once"
+        assert backward["norm_backward"] == SITES
+        assert backward["site_sums"] == 1 + SITES, "all queries' gradients are summed at once, norms' one by one"
     assert set(forward) | set(backward) <= set(OURS)
 
 
@@ -188,6 +200,26 @@ def test_a_norm_along_with_its_site_saves_a_launch(generated, monkeypatch):
     apart, _ = modules(decoder("mhar"), tokens(), rewrite="always")
     assert ours(apart.launches)["mix"] == SITES
     assert apart.launches.total() - generated["mhar"][0].launches.total() == SITES
+
+
+@pytest.mark.parametrize(("residual", "saved"), [("mhar", SITES), ("block", 0), ("delta", -1)])
+def test_the_backward_of_a_norm_along_with_its_site(generated, monkeypatch, residual, saved):
+    """One launch and a sum in the place of two reductions; and of the coupling, where that comes from the output.
+
+    (Of the tiny decoder's sites the first of delta mode, which has no source, and all of block mode have theirs from
+    the sources.)
+    """
+    backward = generated[residual][1]
+    monkeypatch.setattr(lowered, "gradient_behind", lambda node: None)
+    _, apart = modules(decoder(residual), tokens(), rewrite="always")
+    assert apart.launches.total() - backward.launches.total() == saved
+    reductions = [
+        sum(times for name, times in module.launches.items() if re.match("triton_(per|red)_fused__fused_rms", name))
+        for module in (apart, backward)
+    ]
+    assert reductions[0] - reductions[1] == 2 * ours(backward.launches)["norm_backward"]
+    coupled = [call.arguments["coupled"] != -1 for call in calls(backward) if call.kernel == "norm_backward"]
+    assert coupled == [residual == "mhar"] * len(coupled)
 
 
 def test_gates_are_read_where_they_lie(generated):
@@ -305,7 +337,8 @@ def test_windows_save_parts_of_logits_that_are_memory_of_their_own():
     (returned,) = re.findall(r"return \((.*)\)", forward.body)
     assert whole
     assert not whole & set(re.findall(r"buf\d+", returned))
-    assert ours(backward.launches)["site_sums"] == (SITES + 1) // 2, "one for each window"
+    norms = ours(backward.launches)["norm_backward"]
+    assert ours(backward.launches)["site_sums"] - norms == (SITES + 1) // 2, "one for each window"
 
 
 @pytest.mark.filterwarnings(r"ignore:\s*Online softmax is disabled:UserWarning")  # torch 2.11, of its own decomposition
