@@ -156,11 +156,7 @@ def norm_backward(
     )
     constants = site_constants(heads, int(width) // heads, out) | {"GROUP": norm.group}
     run(Launch(norm_backward_kernel, (programs,), arguments, constants, step_options(rule.warps)))
-    total = None
-    if shares is not None:
-        total = inverse.new_empty(width, dtype=summed)
-        run(sum_launch(shares, total))
-    return grad_out, coupling, total
+    return grad_out, coupling, None if shares is None else shares.sum(0).to(summed)
 
 
 def mix_tile(
