@@ -83,6 +83,11 @@ class Pull:
     wide: list[bool]  # the gradient is carried on in float32
     last: list[bool]  # the gradient is complete
 
+    @property
+    def span(self) -> range:
+        """The sites from the first to the last, in the order of the forward."""
+        return range(min(self.sites), max(self.sites) + 1)
+
 
 @dataclass(eq=False)
 class Tile:
@@ -106,6 +111,7 @@ class Family:
     held: set[int] = field(default_factory=set)  # sites whose output the backward holds whatever the plan
     from_output: set[int] = field(default_factory=set)  # sites whose S is formed from the output
     rescored: bool = False  # checkpointed sites have their logits computed again
+    scored_twice: bool = False  # pulls have their sources scored again, and no logits are saved
     windows: list[range] = field(default_factory=list)  # of sites, where what each holds is to be freed at its end
 
     def run_of(self, source: Node, site: int) -> Run:
@@ -303,7 +309,15 @@ def bounded(
         tiles = list(tiles_of(family, tile))
         if not (frees and tiles):
             choice = replace(family, tiles=tiles, from_output=outputs, rescored=rescored)
-            yield cost(replace(choice, pulls=pulls_of(choice, [0], min(tile, PULLED)))), n, choice, tile, frees
+            for twice in switch_of(choice):
+                choice = replace(choice, scored_twice=twice)
+                yield cost(replace(choice, pulls=pulls_of(choice, [0], min(tile, PULLED)))), n, choice, tile, frees
+
+
+def switch_of(family: Family) -> list[bool]:
+    """Whether pulls may have their sources scored again: where nothing else in the backward reads logits."""
+    able = family.order and family.from_output.issuperset(family.order)
+    return [False, True] if able and all(family.saves(n) for n in family.order) else [False]
 
 
 def outputs_of(family: Family) -> list[set[int]]:
@@ -477,6 +491,7 @@ def backward_after(family: Family) -> Iterator[Launch]:
         count = 0 if number in family.from_output else len(family.sites[number].sources)
         yield model.coupling(shape, count, family.keeps_residue(number))
     for pull in family.pulls:
+        yield from (model.score(shape, len(pull.span)) for _ in pull.sums if family.scored_twice)
         results = sum(shape.wide_row if wide else shape.row for wide in pull.wide)
         carried = sum(
             gradient_bytes(shape, before, total) for total, before in zip(pull.sums, pull.carried, strict=False)
@@ -525,6 +540,8 @@ def timeline_after(family: Family) -> list[int]:
             window_ends[family.window_of(number)] = now
             partials.append((now, len(pull.sites) * shape.query, family.window_of(number)))
             made.update(((pull, total), now) for total in pull.sums)
+            if family.scored_twice:
+                line.alive(now, now, len(pull.sums) * (len(pull.span) * shape.head_row + shape.token))
             line.alive(now, now, shape.row * sum(pull.last))
             for total, before in zip(pull.sums, pull.carried, strict=False):
                 line.alive(made[before, total], now, gradient_bytes(shape, before, total))
@@ -534,10 +551,11 @@ def timeline_after(family: Family) -> list[int]:
         line.alive(arrived[number], end, shape.row + shape.head_row)  # the gradient and S
         line.alive(0 if family.saves(number) else arrived[number], end, shape.head_row)
     first = min(arrived.values(), default=0)  # by then every recomputed site needs logits of all its sources
-    for run, end in run_ends.items():
-        line.alive(0 if family.saves_logits(run) else first, end, shape.token)
-    for (run, part), end in part_ends.items():
-        line.alive(0 if family.saves_logits(run) else first, end, len(part) * shape.head_row)
+    if not family.scored_twice:
+        for run, end in run_ends.items():
+            line.alive(0 if family.saves_logits(run) else first, end, shape.token)
+        for (run, part), end in part_ends.items():
+            line.alive(0 if family.saves_logits(run) else first, end, len(part) * shape.head_row)
     for at, size, window in partials:
         line.alive(at, window_ends[window] if family.windows else math.inf, size)
     for window, end in window_ends.items():

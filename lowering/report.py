@@ -22,7 +22,7 @@ class Report:
         sites: ``mhar::route`` nodes.
         sources: tensors that the sites read, null sources left out.
         scored: sources whose logits are computed once, when the source is born.
-        rescored: scoring launches that checkpointing repeats in the backward, where saved logits would be too much.
+        rescored: scoring launches that are repeated in the backward, where saved logits would be too much.
         pulled: sources whose gradient is gathered by pulls.
         tiled: launches that serve several sources and several sites at once.
         pinned: sources saved at the border of a checkpointed region.
@@ -62,6 +62,7 @@ class Report:
         family = plan.family
         self.scored += len(family.runs)
         self.rescored += sum(not family.saves_logits(run) for runs in family.runs.values() for run in runs)
+        self.rescored += sum(len(pull.sums) for pull in family.pulls if family.scored_twice)
         self.pulled += len({total.run.source for pull in family.pulls for total in pull.sums})
         self.tiled += len(family.tiles) + sum(len(p.sums) > 1 and len(p.sites) > 1 for p in family.pulls)
         self.adds_removed += adds_of(family)

@@ -236,15 +236,18 @@ class Rewrite:
 
     def pull(self, pull: Pull) -> None:
         runs = [total.run for total in pull.sums]
-        scored = [self.scored(run, pull.sites[0]) for run in runs]
+        scored = [] if self.family.scored_twice else [self.scored(run, pull.sites[0]) for run in runs]
         carried = [self.made[before, total] for total, before in zip(pull.sums, pull.carried, strict=False)]
         anchor = self.family.sites[pull.sites[-1]].backward
         assert anchor is not None
         with self.graph.inserting_before(anchor):
             folded, base = self.folded_of(self.family.window_of(pull.sites[0]), anchor)
+            rstds = [self.rstds[run] for run in runs]
+            if self.family.scored_twice:
+                scored, rstds = self.score_again(runs, pull, anchor)
             args = (
                 [run.source for run in runs],
-                [self.rstds[run] for run in runs],
+                rstds,
                 [logits for logits, _ in scored],
                 [first - base for _, first in scored],
                 *self.arrived(pull.sites, base),
@@ -263,6 +266,19 @@ class Rewrite:
                 self.made[pull, total] = self.write.part(node, 0, n)
                 if last:
                     self.take_place(grads, self.made[pull, total])
+
+    def score_again(self, runs: list[Run], pull: Pull, anchor: Node) -> tuple[list[tuple[Node, int]], list[Node]]:
+        """Logits at a pull's sites and rstds, as the forward had them, from when the last site's gradient is there."""
+        last, span = self.family.sites[pull.sites[-1]], pull.span
+        nodes = [
+            self.write.call(
+                mhar.score.default,
+                (run.source, self.folded, span.start, len(span), last.eps, last.grad_out),
+                anchor,
+            )
+            for run in runs
+        ]
+        return [(self.write.part(node, 0), span.start) for node in nodes], [self.write.part(node, 1) for node in nodes]
 
     def take_place(self, grads: list[Node], pulled: Node) -> None:
         """Put the pulled gradient where the last of the gradients stood, and take the others out of their additions."""

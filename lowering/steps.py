@@ -50,9 +50,18 @@ class Norm:
 
 
 def score(
-    source: Tensor, folded: Tensor, first: int, count: int, eps: float, run: Run = at_once
+    source: Tensor,
+    folded: Tensor,
+    first: int,
+    count: int,
+    eps: float,
+    after: Tensor | None = None,
+    run: Run = at_once,
 ) -> tuple[Tensor, Tensor]:
-    """Logits [count, ..., H] of a source [..., d] at the sites first..first+count-1, and its reciprocal RMS [...]."""
+    """Logits [count, ..., H] of a source [..., d] at the sites first..first+count-1, and its reciprocal RMS [...].
+
+    ``after`` is not read: a gradient, where the scoring belongs to the backward and not to the forward.
+    """
     tokens, (heads, width) = source.shape[:-1], sizes(folded.shape[1], source)
     logits = folded.new_empty((count, *tokens, heads))
     rstd = folded.new_empty((1, *tokens)).select(0, 0)  # Inductor fills what has no dimension, a null source's

@@ -47,8 +47,13 @@ def unfold(
     return dqueries, dkeys
 
 
-def score(source: Tensor, folded: Tensor, first: int, count: int, eps: float) -> tuple[Tensor, Tensor]:
-    """Logits [count, ..., H] of a source [..., d] at the sites first..first+count-1, and its reciprocal RMS [...]."""
+def score(
+    source: Tensor, folded: Tensor, first: int, count: int, eps: float, after: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Logits [count, ..., H] of a source [..., d] at the sites first..first+count-1, and its reciprocal RMS [...].
+
+    ``after`` is not read: a gradient, where the scoring belongs to the backward and not to the forward.
+    """
     x = source.to(folded.dtype)
     rstd = torch.rsqrt(x.square().mean(-1) + eps).contiguous()
     key = by_head(rounded(x, rstd, source.dtype), folded.shape[1])  # [H, tokens, K]

@@ -20,7 +20,10 @@ UNFOLD = (
     "(Tensor[] grads, int[] sites, Tensor[] queries, Tensor?[] key_weights)"
     " -> (Tensor[] grad_queries, Tensor[] grad_key_weights)"
 )
-SCORE = "(Tensor source, Tensor folded, int first, int count, float eps) -> (Tensor logits, Tensor rstd)"
+SCORE = (
+    "(Tensor source, Tensor folded, int first, int count, float eps, Tensor? after=None)"
+    " -> (Tensor logits, Tensor rstd)"
+)
 PART = "(Tensor logits, int first, int count) -> Tensor"
 MIX = (
     "(Tensor[] sources, Tensor[] logits, int[] firsts, int site, Tensor? residual, Tensor? gate, Tensor? carried,"
@@ -87,7 +90,9 @@ def fake_unfold(
     return [query.new_empty(query.shape) for query in queries], dkeys
 
 
-def fake_score(source: Tensor, folded: Tensor, first: int, count: int, eps: float) -> tuple[Tensor, Tensor]:
+def fake_score(
+    source: Tensor, folded: Tensor, first: int, count: int, eps: float, after: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     tokens = source.shape[:-1]
     return folded.new_empty((count, *tokens, folded.shape[1])), folded.new_empty(tokens)
 
