@@ -111,7 +111,7 @@ class Family:
     held: set[int] = field(default_factory=set)  # sites whose output the backward holds whatever the plan
     from_output: set[int] = field(default_factory=set)  # sites whose S is formed from the output
     rescored: bool = False  # checkpointed sites have their logits computed again
-    scored_twice: bool = False  # pulls have their sources scored again, and no logits are saved
+    scored_twice: bool = False  # pulls have their sources scored again; logits are saved for couplings alone
     windows: list[range] = field(default_factory=list)  # of sites, where what each holds is to be freed at its end
 
     def run_of(self, source: Node, site: int) -> Run:
@@ -121,9 +121,16 @@ class Family:
         """The sites whose backwards share a window with this one's; all, where windows free nothing."""
         return next((window for window in self.windows if site in window), range(len(self.sites)))
 
+    @property
+    def early(self) -> int:
+        """The first site from which on every S is formed from the output."""
+        return 1 + max(set(self.order) - self.from_output, default=-1)
+
     def part_of(self, run: Run, site: int) -> range:
         """The sites of a run whose logits are in one tensor with this one's."""
         window = self.window_of(site)
+        if self.scored_twice and site < self.early:
+            window = range(self.early)
         return range(max(run.first, window.start), min(run.first + run.count, window.stop))
 
     def tile_of(self, site: int) -> Tile | None:
@@ -315,17 +322,18 @@ def bounded(
 
 
 def switch_of(family: Family) -> list[bool]:
-    """Whether pulls may have their sources scored again: where nothing else in the backward reads logits."""
-    able = family.order and family.from_output.issuperset(family.order)
-    return [False, True] if able and all(family.saves(n) for n in family.order) else [False]
+    """Whether pulls may have their sources scored again: where little else in the backward reads logits."""
+    able = family.early <= len(family.sites) // 2 and all(family.saves(n) for n in family.order)
+    return [False, True] if able and family.order else [False]
 
 
 def outputs_of(family: Family) -> list[set[int]]:
     """Which sites may form S from their outputs: all that can, those of them with most sources, those held, none."""
     able = [n for n in family.order if n in family.held or may_be_held(family.sites[n])]
-    most = sorted(able, key=lambda n: len(family.sites[n].sources))[len(able) // 2 :]
+    able.sort(key=lambda n: len(family.sites[n].sources))
+    most = [set(able[len(able) // part :]) for part in (8, 4, 2)]
     found: list[set[int]] = []
-    for choice in (set(able), family.held.union(most), family.held, set()):
+    for choice in (set(able), *most, family.held | most[-1], family.held, set()):
         if choice not in found:
             found.append(choice)
     return found
@@ -551,7 +559,10 @@ def timeline_after(family: Family) -> list[int]:
         line.alive(arrived[number], end, shape.row + shape.head_row)  # the gradient and S
         line.alive(0 if family.saves(number) else arrived[number], end, shape.head_row)
     first = min(arrived.values(), default=0)  # by then every recomputed site needs logits of all its sources
-    if not family.scored_twice:
+    if family.scored_twice:
+        saved = sum(len(family.part_of(run, run.first)) for run in run_ends if run.first < family.early)
+        line.alive(0, math.inf, saved * shape.head_row)
+    else:
         for run, end in run_ends.items():
             line.alive(0 if family.saves_logits(run) else first, end, shape.token)
         for (run, part), end in part_ends.items():
