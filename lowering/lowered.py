@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from . import launch, steps
 from .generated import emit
 from .norms import NormNodes, norm_of
+from .reading import behind_aliases
 from .rules import NormRule, norm_rule
 
 mhar = torch.ops.mhar
@@ -137,8 +138,12 @@ class Lowering:
                 left.append(grad)
                 left_sites += sites[at : at + rows]
             at += rows
-        shares = self.shares.get(node)
-        self.expand(node, partial(steps.unfold, run=emit), [shares, left, left_sites, queries, key_weights])
+        summing = partial(steps.folded_gradients, run=emit)
+        with self.graph.inserting_before(node):
+            total = self.traced(summing, [self.shares.get(node), left, left_sites, len(queries)])
+        read = [behind_aliases(x) for x in (*queries, *key_weights) if x is not None]
+        multiply = steps.one_launch if all(x.op == "placeholder" for x in read) else steps.apart
+        self.expand(node, partial(steps.unfold, multiply=multiply), [total, queries, key_weights])
         for grad in shared:
             pulled = grad.all_input_nodes[0]
             self.graph.erase_node(grad)

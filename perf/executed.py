@@ -24,12 +24,13 @@ from torch._inductor.runtime.triton_heuristics import CachingAutotuner
 from torch.fx import GraphModule
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from triton.language.extra.cuda import libdevice
-from triton.runtime.interpreter import InterpretedFunction
+from triton.runtime.interpreter import InterpretedFunction, InterpreterOptions, interpreter_builder
 from triton.runtime.jit import JITFunction, mangle_type
 
 from . import interpreter  # noqa: F401  which everything above is imported for
 
 os.environ["TRITON_INTERPRET"] = "0"
+interpreter_builder.options = InterpreterOptions(sanitize_overflow=False)  # so Inductor compiles
 
 from mhar_compile.compiler import inductor_options  # noqa: E402
 
@@ -37,7 +38,7 @@ from .codegen import Module, constant, generator, pretended_gpu  # noqa: E402
 
 NEVER = 255  # each byte of what was not written: NaN, or -1
 BOOLEAN = {"*i1": "*u1"}  # Inductor's name for memory of truth values, and Triton's
-MARGIN = 80  # bytes on either side of a buffer, whose address then is a multiple of 16 and of no more
+MARGIN = 2**16 + 16  # bytes on either side of a buffer, whose address then is a multiple of 16 and of no more
 
 
 def backend(found: list[Module], **settings: Any) -> Callable[..., Any]:

@@ -18,9 +18,9 @@ if os.environ.get("TRITON_INTERPRET") != "1":
     raise RuntimeError("perf.interpreter needs TRITON_INTERPRET=1, set before Triton is imported")
 
 approximate = interpreter._convert_float
-patch_language, patched = interpreter._patch_lang, set()
+patch_language, patch_tensor, patched = interpreter._patch_lang, interpreter._patch_lang_tensor, set()
 BY_NUMPY = {"maximum": np.max, "minimum": np.min, "_any_combine": np.any}  # of Inductor's; all three keep a NaN
-LIBRARY = {"exp": np.exp, "pow": np.power, "rsqrt": lambda x: 1 / np.sqrt(x)}
+LIBRARY = {"pow": np.power, "rsqrt": lambda x: 1 / np.sqrt(x)}  # where numpy has no function of that name
 
 
 def convert_float(data: Any, source: Any, target: Any, rounding: Any) -> Any:
@@ -53,15 +53,22 @@ def patch_once(fn: Any) -> Any:
     return interpreter._LangPatchScope()  # nothing to undo
 
 
+def patch_index(tensor: Any, scope: Any) -> None:
+    """A tensor of one number as that number, however many dimensions it has: numpy 2.4 and Triton 3.6 do not agree."""
+    patch_tensor(tensor, scope)
+    scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
+
+
 def of_library(builder: Any, name: str, path: str, symbol: str, values: Any, result: Any, pure: bool) -> Any:
     """A function of libdevice, whose code is NVIDIA's."""
-    function = LIBRARY[symbol.removeprefix("__nv_").removesuffix("f")]
-    data = function(*(value.data for value in values))
+    known = symbol.removeprefix("__nv_").removesuffix("f" if values[0].dtype == tl.float32 else "")
+    data = LIBRARY.get(known, getattr(np, known, None))(*(value.data for value in values))
     return interpreter.TensorHandle(data.astype(values[0].data.dtype), result.scalar)
 
 
 interpreter._convert_float = convert_float
 interpreter._patch_lang = patch_once
+interpreter._patch_lang_tensor = patch_index
 interpreter.ReduceOps = FastReductions
 interpreter.InterpreterBuilder.create_extern_elementwise = of_library
 interpreter._patch_builtin(libdevice, interpreter.interpreter_builder, interpreter._LangPatchScope())
