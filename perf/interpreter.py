@@ -19,6 +19,7 @@ if os.environ.get("TRITON_INTERPRET") != "1":
 
 approximate = interpreter._convert_float
 patch_language, patch_tensor, patched = interpreter._patch_lang, interpreter._patch_lang_tensor, set()
+plain_atomic = interpreter.InterpreterBuilder.create_atomic_rmw
 BY_NUMPY = {"maximum": np.max, "minimum": np.min, "_any_combine": np.any}  # of Inductor's; all three keep a NaN
 LIBRARY = {"pow": np.power, "rsqrt": lambda x: 1 / np.sqrt(x)}  # where numpy has no function of that name
 
@@ -66,9 +67,17 @@ def of_library(builder: Any, name: str, path: str, symbol: str, values: Any, res
     return interpreter.TensorHandle(data.astype(values[0].data.dtype), result.scalar)
 
 
+def atomic(builder: Any, operation: Any, *handles: Any) -> Any:
+    """An atomic operation on arrays that lie in memory element by element, which the interpreter takes them to do."""
+    for handle in handles[:3]:  # pointers, values and mask
+        handle.data = np.ascontiguousarray(handle.data)
+    return plain_atomic(builder, operation, *handles)
+
+
 interpreter._convert_float = convert_float
 interpreter._patch_lang = patch_once
 interpreter._patch_lang_tensor = patch_index
 interpreter.ReduceOps = FastReductions
+interpreter.InterpreterBuilder.create_atomic_rmw = atomic
 interpreter.InterpreterBuilder.create_extern_elementwise = of_library
 interpreter._patch_builtin(libdevice, interpreter.interpreter_builder, interpreter._LangPatchScope())

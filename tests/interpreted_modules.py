@@ -1,4 +1,4 @@
-"""What tests/test_kernels.py runs of the modules that Inductor generates for CUDA, interpreted: see perf/executed.py."""
+"""What tests/test_kernels.py runs of modules that Inductor generates for CUDA, interpreted: see perf/executed.py."""
 
 import dataclasses
 import re
@@ -116,7 +116,7 @@ FAULTS = {
     "nothing": (r"call", "call", "right"),
     "two sizes of a grid": (r"(mix_named_\d+\.run\(.*), 1, stream", r"\1, stream", "missing 1 required"),
     "a launch is left out": (r" mix_named_\d+\.run\(.*\)\n", " pass\n", None),
-    "arguments swapped": (r"(score_named_\d+\.run\(\w+, 32, -1, -1, \w+), (\w+), (\w+\(\w+, .*?, 0\)),", r"\1, \3, \2,", "behind"),
+    "arguments swapped": (r"(score_named_\d+\.run\(.*?, buf\d+), (\w+), (\w+\(.*?, 0\)),", r"\1, \3, \2,", "behind"),
     "memory not aligned": (r"(\(3, 4, 8\), \(32, 8, 1\), )32\)", r"\g<1>33)", "multiples of 16"),
     "memory in use taken": (
         r"(buf\d+)( = empty_strided_cuda\(\(4, 6, 4\)[^?]*?buf\d+ = )empty_strided_cuda\(\(3, 6, 4\).*",
