@@ -203,8 +203,10 @@ def on_cuda(module: GraphModule) -> GraphModule:
         def cuda(value: Any, mode: Any = mode) -> Any:
             if not isinstance(value, Tensor):
                 return value
+            size, stride, offset = value.size(), value.stride(), value.storage_offset()  # which says what is aligned
+            extent = offset + 1 + sum((n - 1) * step for n, step in zip(size, stride, strict=True))
             with mode:
-                return torch.empty_strided(value.size(), value.stride(), dtype=value.dtype, device="cuda")
+                return torch.empty(extent, dtype=value.dtype, device="cuda").as_strided(size, stride, offset)
 
         node.meta["val"] = tree_map(cuda, node.meta.get("val"))
         if node.kwargs.get("device") is not None:
