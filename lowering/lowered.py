@@ -64,6 +64,8 @@ class Lowering:
             self.expand(node, partial(LAUNCHED[node.target], run=emit), args)
         elif node.target is mhar.unfold.default:
             self.unfold(node, *args)
+        elif node.target is mhar.coupling.default:
+            self.coupling(node, args)
         elif node.target is not mhar.pull.default:
             self.expand(node, self.expansions[node.target], args)
         elif args[0][0].meta["val"].dim() == 1:
@@ -87,6 +89,14 @@ class Lowering:
         norm.result.replace_all_uses_with(normed)
         for unread in (norm.result, norm.inverse):
             self.erase(unread)
+
+    def coupling(self, node: Node, args: list[Any]) -> None:
+        """S, of the gradient as pulls read it: what both have in common cancels."""
+
+        def body(grad_out: Any, *rest: Any) -> Any:
+            return self.expansions[node.target](steps.as_stored(grad_out), *rest)
+
+        self.expand(node, body, args)
 
     def erase(self, node: Node) -> None:
         """Erase a node, and what only it reads."""

@@ -228,7 +228,7 @@ def pull_null(
     folded [H, K]. Only sums over tokens are needed, and none of the tokens' rows is written.
     """
     heads, head_width = folded.shape
-    dmix = grad_out.reshape(-1, heads, head_width).float()
+    dmix = as_stored(grad_out).reshape(-1, heads, head_width).float()
     if gate is not None:
         dmix = dmix * gate.float()
     x = source.float().view(heads, head_width)
@@ -242,10 +242,16 @@ def pull_null(
 
 
 def rounded_through(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """x rounded to dtype and back; by way of an integer operation, since Inductor drops a cast that another undoes."""
-    if dtype == torch.float32:
-        return x
-    return (x.to(dtype).view(torch.int16) & -1).view(dtype).float()
+    """x rounded to dtype and back."""
+    return as_stored(x.to(dtype)).float()
+
+
+def as_stored(x: Tensor) -> Tensor:
+    """x as kernels read it: where Inductor computes x it would go on with what x is rounded from.
+
+    By way of an integer operation, since Inductor drops a cast that another undoes.
+    """
+    return x if x.dtype == torch.float32 else (x.view(torch.int16) & -1).view(x.dtype)
 
 
 Products = Callable[[list[Tensor], list[Tensor]], list[Tensor]]

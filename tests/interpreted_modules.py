@@ -1,6 +1,7 @@
 """What tests/test_kernels.py runs of modules that Inductor generates for CUDA, interpreted: see perf/executed.py."""
 
 import dataclasses
+import math
 import re
 
 import pytest
@@ -17,9 +18,10 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*:RuntimeWarning")  # numpy, of
 BF16, FP32 = torch.bfloat16, torch.float32
 
 
-def compiled(function, found, **settings):
+def compiled(function, found, dynamic=None, **settings):
     torch._dynamo.reset()
-    return torch.compile(function, backend=executed.backend(found, rewrite="always"), fullgraph=True, **settings)
+    backend = executed.backend(found, rewrite="always", **settings)
+    return torch.compile(function, backend=backend, fullgraph=True, dynamic=dynamic)
 
 
 def compare(case, **settings):
@@ -88,6 +90,33 @@ def test_a_query_that_is_computed_again_in_the_backward_and_read_by_several_site
     errors = [float((one - other).norm() / other.norm()) for one, other in zip(grads, truth, strict=True)]
     assert max(errors) <= 1e-4, errors
     assert found[1].launches["query_gradient_named"]
+
+
+def test_gradients_of_queries_where_a_site_is_followed_by_what_inductor_computes():
+    """Pulls subtract S from products with the gradient as it is stored, bfloat16; S is formed from the same numbers."""
+    torch.manual_seed(0)
+
+    def sites(x, queries):
+        sources = [x]
+        for query in queries.unbind():
+            sources.append(route(sources, query).tanh())
+        return sources[-1]
+
+    errors, modules = [], []
+    found = compiled(sites, modules, slack=10.0)  # room for what S is formed from beside the output
+    for _ in range(2):
+        narrow = [torch.randn(size).to(BF16).requires_grad_() for size in ((6, 32), (5, 4, 8))]
+        wide = [leaf.detach().double().requires_grad_() for leaf in narrow]
+        with executed.generating():
+            grads, ours, eager = (
+                torch.autograd.grad(function(*leaves).double().sin().sum(), leaves)[1]
+                for function, leaves in ((sites, wide), (found, narrow), (sites, narrow))
+            )
+        assert not ours[0].any(), "a site of one source has no gradient"
+        errors.append([float((one - grads).norm() / grads.norm()) for one in (ours, eager)])
+    assert "coupling_named" not in modules[1].launches, "S is formed from the output"
+    found, eager = zip(*errors, strict=True)
+    assert math.hypot(*found) <= 1.5 * math.hypot(*eager)
 
 
 def chain(x, query, gate):

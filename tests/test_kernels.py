@@ -15,7 +15,7 @@ ROOT = Path(__file__).parent.parent
 
 
 def names():
-    """The tests of the inner modules, read without importing them: their import needs the interpreter. Marks are kept."""
+    """The tests of the inner modules, with their marks, read without importing them: that needs the interpreter."""
     yield "interpreted_properties.py"
     for path in sorted((ROOT / "tests").glob("interpreted_*.py")):
         for node in ast.parse(path.read_text()).body:
