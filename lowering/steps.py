@@ -263,7 +263,7 @@ def one_launch(some: list[Tensor], others: list[Tensor]) -> list[Tensor]:
     It may compute an argument along with one product and let the others read it in the same launch, before it is there:
     to be called with what the graph is given, and with what has another size than the products.
     """
-    return torch._foreach_mul(some, others)
+    return list(torch._foreach_mul(some, others))
 
 
 def apart(some: list[Tensor], others: list[Tensor]) -> list[Tensor]:
