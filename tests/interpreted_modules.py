@@ -14,7 +14,10 @@ from perf import executed  # before the kernels: it decides what is interpreted
 from mhar_compile import route  # isort: skip
 from perf.model_checks import TOPOLOGIES, Case, check  # isort: skip
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*:RuntimeWarning")  # numpy, of padded rows
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.*:RuntimeWarning"),  # numpy, of padded rows
+    pytest.mark.filterwarnings(r"ignore:\s*Online softmax is disabled:UserWarning"),  # torch 2.11, of its own choice
+]
 BF16, FP32 = torch.bfloat16, torch.float32
 
 
