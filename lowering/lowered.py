@@ -19,6 +19,7 @@ from . import launch, steps
 from .generated import emit
 from .norm_gradients import NormGradientNodes, norm_gradient_of
 from .norms import NormNodes, norm_of
+from .reading import behind_aliases
 from .rules import NormRule, norm_rule
 
 mhar = torch.ops.mhar
@@ -73,6 +74,8 @@ class Lowering:
             self.expand(node, partial(LAUNCHED[node.target], run=emit), args)
         elif node.target is mhar.unfold.default:
             self.unfold(node, *args)
+        elif node.target is mhar.coupling.default:
+            self.coupling(node, args)
         elif node.target is not mhar.pull.default:
             self.expand(node, self.expansions[node.target], args)
         elif args[0][0].meta["val"].dim() == 1:
@@ -118,6 +121,14 @@ class Lowering:
             if old is not None:
                 old.replace_all_uses_with(new)
                 self.erase(old)
+
+    def coupling(self, node: Node, args: list[Any]) -> None:
+        """S, of the gradient as pulls read it: what both have in common cancels."""
+
+        def body(grad_out: Any, *rest: Any) -> Any:
+            return self.expansions[node.target](steps.as_stored(grad_out), *rest)
+
+        self.expand(node, body, args)
 
     def erase(self, node: Node) -> None:
         """Erase a node, and what only it reads."""
@@ -172,8 +183,12 @@ class Lowering:
                 left.append(grad)
                 left_sites += sites[at : at + rows]
             at += rows
-        shares = self.shares.get(node)
-        self.expand(node, partial(steps.unfold, run=emit), [shares, left, left_sites, queries, key_weights])
+        summing = partial(steps.folded_gradients, run=emit)
+        with self.graph.inserting_before(node):
+            total = self.traced(summing, [self.shares.get(node), left, left_sites, len(queries)])
+        read = [behind_aliases(x) for x in (*queries, *key_weights) if x is not None]
+        multiply = steps.one_launch if all(x.op == "placeholder" for x in read) else steps.apart
+        self.expand(node, partial(steps.unfold, multiply=multiply), [total, queries, key_weights])
         for grad in shared:
             pulled = grad.all_input_nodes[0]
             self.graph.erase_node(grad)

@@ -284,7 +284,7 @@ def pull_null(
     folded [H, K]. Only sums over tokens are needed, and none of the tokens' rows is written.
     """
     heads, head_width = folded.shape
-    dmix = grad_out.reshape(-1, heads, head_width).float()
+    dmix = as_stored(grad_out).reshape(-1, heads, head_width).float()
     if gate is not None:
         dmix = dmix * gate.float()
     x = source.float().view(heads, head_width)
@@ -298,28 +298,45 @@ def pull_null(
 
 
 def rounded_through(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """x rounded to dtype and back; by way of an integer operation, since Inductor drops a cast that another undoes."""
-    if dtype == torch.float32:
-        return x
-    return (x.to(dtype).view(torch.int16) & -1).view(dtype).float()
+    """x rounded to dtype and back."""
+    return as_stored(x.to(dtype)).float()
 
 
-def unfold(
-    shares: Tensor | None,
-    grads: Sequence[Tensor],
-    sites: Sequence[int],
-    queries: Sequence[Tensor],
-    key_weights: Sequence[Tensor | None],
-    run: Run = at_once,
-) -> tuple[list[Tensor], list[Tensor]]:
-    """Gradients of the queries and key weights (empty where absent) from what pulls left in shares, and from grads.
+def as_stored(x: Tensor) -> Tensor:
+    """x as kernels read it: where Inductor computes x it would go on with what x is rounded from.
+
+    By way of an integer operation, since Inductor drops a cast that another undoes.
+    """
+    return x if x.dtype == torch.float32 else (x.view(torch.int16) & -1).view(x.dtype)
+
+
+Products = Callable[[list[Tensor], list[Tensor]], list[Tensor]]
+
+
+def one_launch(some: list[Tensor], others: list[Tensor]) -> list[Tensor]:
+    """Products of pairs, which Inductor computes in one launch, each by threads of its own.
+
+    It may compute an argument along with one product and let the others read it in the same launch, before it is there:
+    to be called with what the graph is given, and with what has another size than the products.
+    """
+    return list(torch._foreach_mul(some, others))
+
+
+def apart(some: list[Tensor], others: list[Tensor]) -> list[Tensor]:
+    """Products of pairs, each on its own."""
+    return [one * other for one, other in zip(some, others, strict=True)]
+
+
+def folded_gradients(
+    shares: Tensor | None, grads: Sequence[Tensor], sites: Sequence[int], count: int, run: Run = at_once
+) -> Tensor:
+    """Gradients [count, H, K] of a family's folded queries, from what pulls left in shares and from grads.
 
     ``sites`` names the site of every row of grads [J, H, K] in turn.
     """
-    (heads, head_width), count = queries[0].shape, len(queries)
     totals: list[Tensor] = []
     if shares is not None:
-        summed = shares.new_empty((count, heads, head_width))
+        summed = shares.new_empty((count, *shares.shape[2:]))
         run(sum_launch(shares, summed))
         totals.append(summed)
     if grads:
@@ -328,13 +345,19 @@ def unfold(
         for site, row in zip(sites, (row for grad in grads for row in grad.split(1)), strict=True):
             at[site] = at[site] + row if site in at else row
         totals.append(torch.cat([at.get(site, absent) for site in range(count)]))
-    total = sum(totals[1:], totals[0]).unbind()
+    return sum(totals[1:], totals[0])
+
+
+def unfold(
+    total: Tensor, queries: Sequence[Tensor], key_weights: Sequence[Tensor | None], multiply: Products = one_launch
+) -> tuple[list[Tensor], list[Tensor]]:
+    """Gradients of the queries and key weights (empty where absent) from those of the folded queries."""
     weighted = [(n, weight) for n, weight in enumerate(key_weights) if weight is not None]
-    dqueries, dkeys = list(total), [query.new_empty(0) for query in queries]
+    dqueries, dkeys = list(total.unbind()), [query.new_empty(0) for query in queries]
     if weighted:
-        mine = [total[n] for n, _ in weighted]
-        scaled = torch._foreach_mul(mine, [weight.float().view(heads, head_width) for _, weight in weighted])
-        keys = torch._foreach_mul(mine, [queries[n].float() for n, _ in weighted])
+        mine = [dqueries[n] for n, _ in weighted]
+        scaled = multiply(mine, [weight.float().view(mine[0].shape) for _, weight in weighted])
+        keys = multiply(mine, [queries[n].float() for n, _ in weighted])
         for (n, weight), grad, key in zip(weighted, scaled, keys, strict=True):
             dqueries[n], dkeys[n] = grad, key.flatten().to(weight.dtype)
     return [grad.to(query.dtype) for grad, query in zip(dqueries, queries, strict=True)], dkeys

@@ -171,7 +171,7 @@ class Rectangle:
                 rows[few], rstds[few], logits[few], firsts[few], sites, douts, heads, heads, [gate] * self.sites,
                 folded, [wide] * count, [False] * count, shares, run,
             )  # fmt: skip
-        steps.unfold(shares, [], [], list(folded.unbind()), [empty(self.width)] * self.sites, run)
+        steps.folded_gradients(shares, [], [], self.sites, run)
         return launches
 
 

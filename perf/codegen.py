@@ -124,8 +124,15 @@ def modules(model: Callable[..., Tensor], *inputs: Any, dynamic: bool = False, *
     return found
 
 
-def generator(found: list[Module], options: dict[str, Any]) -> Callable[..., Any]:
-    """A backend that generates CUDA code for each graph and then runs the graph as it is, on meta tensors."""
+def as_it_is(module: Module, graph: GraphModule) -> Callable[..., Any]:
+    """What runs for a graph whose code was generated: the graph, on meta tensors."""
+    return boxed(graph)
+
+
+def generator(
+    found: list[Module], options: dict[str, Any], run: Callable[[Module, GraphModule], Callable[..., Any]] = as_it_is
+) -> Callable[..., Any]:
+    """A backend that generates CUDA code for each graph; ``run`` says what is run for it."""
     from torch._dynamo.backends.common import aot_autograd
     from torch._functorch.partitioners import min_cut_rematerialization_partition
     from torch._inductor.decomposition import select_decomp_table
@@ -140,7 +147,7 @@ def generator(found: list[Module], options: dict[str, Any]) -> Callable[..., Any
             module.recompile()
         with pretended_gpu():
             found.append(generated(kind, on_cuda(module), options))
-        return boxed(module)
+        return run(found[-1], module)
 
     backend: Callable[..., Any] = aot_autograd(
         fw_compiler=partial(compiled, "forward"),
@@ -196,8 +203,10 @@ def on_cuda(module: GraphModule) -> GraphModule:
         def cuda(value: Any, mode: Any = mode) -> Any:
             if not isinstance(value, Tensor):
                 return value
+            size, stride, offset = value.size(), value.stride(), value.storage_offset()  # which says what is aligned
+            extent = offset + 1 + sum((n - 1) * step for n, step in zip(size, stride, strict=True))
             with mode:
-                return torch.empty_strided(value.size(), value.stride(), dtype=value.dtype, device="cuda")
+                return torch.empty(extent, dtype=value.dtype, device="cuda").as_strided(size, stride, offset)
 
         node.meta["val"] = tree_map(cuda, node.meta.get("val"))
         if node.kwargs.get("device") is not None:

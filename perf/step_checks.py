@@ -362,7 +362,8 @@ def check_unfold(
     queries = [sizes.normal(*by_head).to(sizes.dtype) for _ in range(sites)]
     weights = [sizes.normal(sizes.width).to(sizes.dtype) if n in weighted else None for n in range(sites)]
     with poisoned():
-        found = steps.unfold(shares, singles, list(single), queries, weights)
+        total = steps.folded_gradients(shares, singles, list(single), sites)
+        found = steps.unfold(total, queries, weights)
     grads, places = [grad.double() for grad in singles], list(single)
     if shares is not None:
         grads, places = [shares.double().sum(0), *grads], [*range(sites), *places]

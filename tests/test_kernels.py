@@ -15,14 +15,16 @@ ROOT = Path(__file__).parent.parent
 
 
 def names():
-    """The tests of the inner modules, read without importing them: their import needs the interpreter."""
+    """The tests of the inner modules, with their marks, read without importing them: that needs the interpreter."""
     yield "interpreted_properties.py"
     for path in sorted((ROOT / "tests").glob("interpreted_*.py")):
         for node in ast.parse(path.read_text()).body:
             targets = [node.name] if isinstance(node, ast.FunctionDef) else []
             if isinstance(node, ast.Assign):
                 targets = [target.id for target in node.targets if isinstance(target, ast.Name)]
-            yield from (f"{path.name}::{name}" for name in targets if name.startswith("test_"))
+            marks = [pytest.mark.long for mark in getattr(node, "decorator_list", ()) if "long" in ast.unparse(mark)]
+            tests = [f"{path.name}::{name}" for name in targets if name.startswith("test_")]
+            yield from (pytest.param(name, marks=marks, id=name) for name in tests)
 
 
 @pytest.mark.parametrize("name", list(names()))
