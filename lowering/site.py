@@ -17,6 +17,7 @@ from .tiles import (
     fold,
     fold_unit,
     heads_of,
+    held,
     load_heads,
     load_row,
     load_unit,
@@ -33,8 +34,8 @@ from .tiles import (
     store_unit,
     sums,
     tile_of,
-    to_float32,
     tokens_of,
+    widened,
     zero_heads,
     zero_row,
 )
@@ -78,7 +79,7 @@ def group_dots(rows, rstds, others, TILE: tl.constexpr, GROUP: tl.constexpr):
             for c in tl.static_range(TILE.CHUNKS):
                 row = rows[i * TILE.UNITS + h * TILE.CHUNKS + c]
                 if rstds is None:
-                    total += row.to(tl.float32) * others[h * TILE.CHUNKS + c]
+                    total += row.to(tl.float32) * widened(others[h * TILE.CHUNKS + c])
                 else:
                     total += rounded_key(row, rstds[i]).to(tl.float32) * others[h * TILE.CHUNKS + c]
             products = products + (total,)
@@ -124,9 +125,10 @@ def store_scores(
         once = live & (first + i < count) & (heads_of(0, TILE) == 0)
         tl.store(rstd + (first + i) * tokens.to(tl.int64) + token, rstds[i], mask=once)
     for h in tl.static_range(TILE.GROUPS):
+        row = token * TILE.H + heads_of(h, TILE)
         for i in tl.static_range(GROUP):
             present = first + i < count
-            at = logits + ((first + i) * tokens.to(tl.int64) + token) * TILE.H + heads_of(h, TILE)
+            at = logits + (first + i) * tokens.to(tl.int64) * TILE.H + row
             tl.store(at, scores[h * GROUP + i], mask=mask_heads(live, h, TILE) & present)
             masked = masked + (tl.where(present, scores[h * GROUP + i], float("-inf")),)
     return masked
@@ -287,7 +289,7 @@ def site_coupling(
     token = tokens_of(tl.program_id(0), TILE)
     live = token < tokens
     place = place_of(token, inner)
-    douts = to_float32(load_row(grad_out, start_of_row(place, grad_stride, grad_jump), live, TILE))
+    douts = held(load_row(grad_out, start_of_row(place, grad_stride, grad_jump), live, TILE), TILE)
     second = coupling + tokens.to(tl.int64) * H
     coupled = load_heads(coupling, token, live, TILE)
     mass = load_heads(second, token, live, TILE)
@@ -401,7 +403,7 @@ def add_null(nulls, scales, logits, lse, dots, S, douts, sums, token, tokens, li
     weights, dlogits, norm = logit_gradient(0, nulls, scales, logits, lse, dots, S, token, tokens, live, TILE)
     mixed = ()
     for u in tl.static_range(TILE.UNITS):
-        mixed = mixed + (sums[0][u] + weights[u // TILE.CHUNKS][:, None] * douts[u],)
+        mixed = mixed + (sums[0][u] + weights[u // TILE.CHUNKS][:, None] * widened(douts[u]),)
     through_key = ()
     for h in tl.static_range(TILE.GROUPS):
         through_key = through_key + (sums[1][h] + dlogits[h],)
@@ -414,13 +416,13 @@ def store_null(null_sums, sums, null, rstd, query, key_weight, dfolded, TILE: tl
     row = tl.zeros([TILE.ROWS], tl.int64)
     everywhere = row == 0
     inverse = tl.load(rstd + row)
-    folded = fold(query, key_weight, row, everywhere, TILE)
     updated = ()
     for u in tl.static_range(TILE.UNITS):
         x = load_unit(null, row, everywhere, u, TILE)
         normal = x.to(tl.float32) * inverse[:, None]
         dlogit = sums[1][u // TILE.CHUNKS]
-        value = sums[0][u] + (inverse * dlogit)[:, None] * folded[u]
+        through_key = fold_unit(query, key_weight, row, everywhere, u, TILE)
+        value = sums[0][u] + (inverse * dlogit)[:, None] * through_key
         value -= (inverse * (sums[2] * (1.0 / TILE.WIDTH)))[:, None] * normal
         store_sum(null_sums, value, tl.program_id(0), u, TILE)
         updated = updated + (dfolded[u] + dlogit[:, None] * rounded(normal, x).to(tl.float32),)
@@ -481,7 +483,7 @@ def site_backward(
         live = token < tokens
         place = place_of(token, inner)
         grad_start = start_of_row(place, grad_stride, grad_jump)
-        douts = to_float32(load_row(grad_out, grad_start, live, TILE))
+        douts = held(load_row(grad_out, grad_start, live, TILE), TILE)
         S, scales = tile_coupling(
             coupling, scale, placed, count, douts, logits, lse, dots, place, tokens, live, TILE, GROUP
         )
