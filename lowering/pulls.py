@@ -141,6 +141,25 @@ def pull_logits(dots, norms, logits, dlogits, slot, levels, coupled, scale, toke
     return weights, found, updated
 
 
+@triton.jit
+def pull_rows(
+    totals, dout, weights, through_key, inverses, folded, query, token, live, TILE: tl.constexpr, SOURCES: tl.constexpr
+):  # fmt: skip
+    """totals plus what one site owes to every source; an empty folded is read from the query, unit by unit."""
+    updated = ()
+    for r in tl.static_range(SOURCES):
+        for u in tl.static_range(TILE.UNITS):
+            head = r * TILE.GROUPS + u // TILE.CHUNKS
+            if len(folded) > 0:
+                unit = folded[u]
+            else:
+                unit = load_unit(query, token * 0, live, u, TILE)
+            part = weights[head][:, None] * dout[u].to(tl.float32)
+            part += (inverses[r] * through_key[head])[:, None] * unit
+            updated = updated + (totals[r * TILE.UNITS + u] + part,)
+    return updated
+
+
 @triton.jit(do_not_specialize=["inner", "count", "carried", "tokens"])
 def pull(
     sources,
@@ -175,7 +194,7 @@ def pull(
     """
     TILE: tl.constexpr = tile_of(H, K, TOKENS, HEADS, COLUMNS)
     SOURCES: tl.constexpr = len(sources)
-    LONG: tl.constexpr = TILE.UNITS > SHORT and sources[0].dtype.element_ty != tl.float32
+    LONG: tl.constexpr = TILE.UNITS > SHORT and sources[0].dtype.element_ty != tl.float32  # queries in flight at once
     token = tokens_of(tl.program_id(0), TILE)
     live = token < tokens
     place = place_of(token, inner)
@@ -200,25 +219,15 @@ def pull(
             scale = tl.load(pick(gates, m)).to(tl.float32)
         levels = load_heads(pick(lses, m), token, live, TILE)
         coupled = load_heads(pick(couplings, m), token, live, TILE)
-        query = ()
+        query = queries + m * TILE.WIDTH
+        folded = ()
         if LONG:
-            query = load_row(queries + m * TILE.WIDTH, token * 0, live, TILE)
+            folded = load_row(query, token * 0, live, TILE)
         slot = tokens.to(tl.int64) * m * TILE.H
         weights, through_key, norms = pull_logits(
             dots, norms, logits, dlogits, slot, levels, coupled, scale, token, live, TILE
         )
-        updated = ()
-        for r in tl.static_range(SOURCES):
-            for u in tl.static_range(TILE.UNITS):
-                through = through_key[r * TILE.GROUPS + u // TILE.CHUNKS]
-                if LONG:
-                    folded = query[u]
-                else:
-                    folded = load_unit(queries + m * TILE.WIDTH, token * 0, live, u, TILE)
-                part = weights[r * TILE.GROUPS + u // TILE.CHUNKS][:, None] * dout[u].to(tl.float32)
-                part += (inverses[r] * through)[:, None] * folded
-                updated = updated + (totals[r * TILE.UNITS + u] + part,)
-        totals = updated
+        totals = pull_rows(totals, dout, weights, through_key, inverses, folded, query, token, live, TILE, SOURCES)
     summed = over_heads(norms, TILE)
     for r in tl.static_range(SOURCES):
         through_norm = inverses[r] * (summed[r] * (1.0 / TILE.WIDTH))

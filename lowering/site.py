@@ -395,6 +395,42 @@ def source_gradient(
 
 
 @triton.jit
+def tile_gradients(
+    sources,
+    grads,
+    nulls,
+    count,
+    scales,
+    S,
+    logits,
+    lse,
+    rstd,
+    dots,
+    douts,
+    folded,
+    grad_out,
+    grad_start,
+    query,
+    key_weight,
+    dfolded,
+    place,
+    tokens,
+    live,
+    TILE: tl.constexpr,
+):
+    """Write the gradients of the sources behind the null source; return dfolded plus their dl key."""
+    token = place[0]
+    for slot in range(nulls, count):
+        weights, dlogits, norm = logit_gradient(slot, count, scales, logits, lse, dots, S, token, tokens, live, TILE)
+        source, start = pick_row(sources, slot, place)
+        dfolded = source_gradient(
+            source, start, pick(grads, slot), rstd + slot * tokens.to(tl.int64), weights,
+            dlogits, norm, douts, folded, grad_out, grad_start, query, key_weight, dfolded, token, live, TILE,
+        )  # fmt: skip
+    return dfolded
+
+
+@triton.jit
 def add_null(nulls, scales, logits, lse, dots, S, douts, sums, token, tokens, live, TILE: tl.constexpr):
     """Add what the null source, slot 0 where nulls is 1, owes to these tokens: w dout, dl, and sum_h dl l.
 
@@ -496,15 +532,10 @@ def site_backward(
             folded = fold(query, key_weight, token, live, TILE)
         else:
             douts = ()
-        for slot in range(nulls, count):
-            weights, dlogits, norm = logit_gradient(
-                slot, count, scales, logits, lse, dots, S, token, tokens, live, TILE
-            )
-            source, start = pick_row(placed, slot, place)
-            dfolded = source_gradient(
-                source, start, pick(grads, slot), rstd + slot * tokens.to(tl.int64), weights,
-                dlogits, norm, douts, folded, grad_out, grad_start, query, key_weight, dfolded, token, live, TILE,
-            )  # fmt: skip
+        dfolded = tile_gradients(
+            placed, grads, nulls, count, scales, S, logits, lse, rstd, dots, douts, folded, grad_out, grad_start,
+            query, key_weight, dfolded, place, tokens, live, TILE,
+        )  # fmt: skip
 
     if null_sums is not None:
         if nulls > 0:
