@@ -149,13 +149,12 @@ def pull_rows(
     updated = ()
     for r in tl.static_range(SOURCES):
         for u in tl.static_range(TILE.UNITS):
-            head = r * TILE.GROUPS + u // TILE.CHUNKS
             if len(folded) > 0:
                 unit = folded[u]
             else:
                 unit = load_unit(query, token * 0, live, u, TILE)
-            part = weights[head][:, None] * dout[u].to(tl.float32)
-            part += (inverses[r] * through_key[head])[:, None] * unit
+            part = weights[r * TILE.GROUPS + u // TILE.CHUNKS][:, None] * dout[u].to(tl.float32)
+            part += (inverses[r] * through_key[r * TILE.GROUPS + u // TILE.CHUNKS])[:, None] * unit
             updated = updated + (totals[r * TILE.UNITS + u] + part,)
     return updated
 

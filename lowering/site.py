@@ -452,13 +452,13 @@ def store_null(null_sums, sums, null, rstd, query, key_weight, dfolded, TILE: tl
     row = tl.zeros([TILE.ROWS], tl.int64)
     everywhere = row == 0
     inverse = tl.load(rstd + row)
+    folded = fold(query, key_weight, row, everywhere, TILE)
     updated = ()
     for u in tl.static_range(TILE.UNITS):
         x = load_unit(null, row, everywhere, u, TILE)
         normal = x.to(tl.float32) * inverse[:, None]
         dlogit = sums[1][u // TILE.CHUNKS]
-        through_key = fold_unit(query, key_weight, row, everywhere, u, TILE)
-        value = sums[0][u] + (inverse * dlogit)[:, None] * through_key
+        value = sums[0][u] + (inverse * dlogit)[:, None] * folded[u]
         value -= (inverse * (sums[2] * (1.0 / TILE.WIDTH)))[:, None] * normal
         store_sum(null_sums, value, tl.program_id(0), u, TILE)
         updated = updated + (dfolded[u] + dlogit[:, None] * rounded(normal, x).to(tl.float32),)
