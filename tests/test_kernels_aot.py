@@ -128,7 +128,7 @@ def test_sites_as_generated(shape, runs, registers):
 )
 def test_pulls_in_other_dtypes(shape, dtype, runs):
     pulls = [x for x in Rectangle(*SHAPES[shape], dtype=dtype, runs=runs).launches() if x.kernel.__name__ == "pull"]
-    assert [compiled(as_generated(launch)).stack for launch in pulls] == [0, 0]
+    assert {compiled(as_generated(launch)).stack for launch in pulls} == {0}
 
 
 def test_all_of_a_long_query_is_waited_for_at_once():
