@@ -66,8 +66,8 @@ def test_registers_spills_and_vector_accesses(site):
 
 
 # Registers of the steps' kernels as Inductor's code makes them, without a limit; mix by sites, pull by values a thread.
-# Triton 3.6 takes a register more in score than 3.7.
-REGISTERS = {"score": 137, "coupling": 96, "query_gradient": 72, "site_sums": 32}
+# Triton 3.6 takes up to 8 more than 3.7 in score and query_gradient.
+REGISTERS = {"score": 137, "coupling": 96, "query_gradient": 80, "site_sums": 32}
 MIX = {1: 64, 8: 161}
 MIX_NORM = {16: 80, 32: 80, 40: 128, 56: 96}  # by values a thread
 PULL = {16: 128, 32: 221, 40: 168, 56: 231}
