@@ -13,7 +13,9 @@ import triton.language as tl
 from .rectangles import block_of, exact_dot
 from .site import group_dots, load_group
 from .tiles import (
+    SHORT,
     heads_of,
+    held,
     load_heads,
     load_row,
     load_unit,
@@ -30,6 +32,7 @@ from .tiles import (
     tile_of,
     to_float32,
     tokens_of,
+    widened,
 )
 
 
@@ -65,7 +68,7 @@ def coupling(
     token = tokens_of(tl.program_id(0), TILE)
     live = token < tokens
     place = place_of(token, inner)
-    douts = to_float32(load_row(grad_out, start_of_row(place, grad_stride, grad_jump), live, TILE))
+    douts = held(load_row(grad_out, start_of_row(place, grad_stride, grad_jump), live, TILE), TILE)
     levels = load_heads(lse, token, live, TILE)
     parts = load_heads(coupled, token, live & (carried != 0), TILE)
     masses = load_heads(mass, token, live & (carried != 0), TILE)
@@ -109,7 +112,7 @@ def pull_dots(rows, dout, TILE: tl.constexpr, SOURCES: tl.constexpr):
             total = tl.zeros([TILE.ROWS, TILE.COLUMNS], tl.float32)
             for c in tl.static_range(TILE.CHUNKS):
                 other = dout[h * TILE.CHUNKS + c].to(tl.float32)
-                total += rows[r * TILE.UNITS + h * TILE.CHUNKS + c].to(tl.float32) * other
+                total += widened(rows[r * TILE.UNITS + h * TILE.CHUNKS + c]) * other
             products = products + (total,)
         dots = dots + sums(products, 1)
     return dots
@@ -129,13 +132,31 @@ def pull_logits(dots, norms, logits, dlogits, slot, levels, coupled, scale, toke
         for h in tl.static_range(TILE.GROUPS):
             weight = tl.exp(known[h] - levels[h])
             dlogit = weight * (scale * dots[h * SOURCES + r] - coupled[h])
-            norm += tl.where(mask_heads(live, h, TILE), dlogit * known[h], 0.0)
+            norm += dlogit * known[h]
             weights = weights + (scale * weight,)
             mine = mine + (dlogit,)
         store_heads(dlogits[r] + slot, mine, token, live, TILE)
         found = found + mine
         updated = updated + (norm,)
     return weights, found, updated
+
+
+@triton.jit
+def pull_rows(
+    totals, dout, weights, through_key, inverses, folded, query, token, live, TILE: tl.constexpr, SOURCES: tl.constexpr
+):  # fmt: skip
+    """totals plus what one site owes to every source; an empty folded is read from the query, unit by unit."""
+    updated = ()
+    for r in tl.static_range(SOURCES):
+        for u in tl.static_range(TILE.UNITS):
+            if len(folded) > 0:
+                unit = folded[u]
+            else:
+                unit = load_unit(query, token * 0, live, u, TILE)
+            part = weights[r * TILE.GROUPS + u // TILE.CHUNKS][:, None] * dout[u].to(tl.float32)
+            part += (inverses[r] * through_key[r * TILE.GROUPS + u // TILE.CHUNKS])[:, None] * unit
+            updated = updated + (totals[r * TILE.UNITS + u] + part,)
+    return updated
 
 
 @triton.jit(do_not_specialize=["inner", "count", "carried", "tokens"])
@@ -172,6 +193,7 @@ def pull(
     """
     TILE: tl.constexpr = tile_of(H, K, TOKENS, HEADS, COLUMNS)
     SOURCES: tl.constexpr = len(sources)
+    LONG: tl.constexpr = TILE.UNITS > SHORT and sources[0].dtype.element_ty != tl.float32  # queries in flight at once
     token = tokens_of(tl.program_id(0), TILE)
     live = token < tokens
     place = place_of(token, inner)
@@ -183,31 +205,28 @@ def pull(
         jump = None
         if source_jumps is not None:
             jump = source_jumps[r]
-        rows = rows + load_row(sources[r], start_of_row(place, source_strides[r], jump), live, TILE)
+        rows = rows + held(load_row(sources[r], start_of_row(place, source_strides[r], jump), live, TILE), TILE)
         inverses = inverses + (tl.load(rstds[r] + token, mask=live, other=0.0),)
         norms = norms + (tl.zeros([TILE.ROWS], tl.float32),)
         totals = totals + to_float32(load_row(carries[r], token * TILE.WIDTH, live & (carried != 0), TILE))
     for m in range(0, count):
         pointer, start = pick_row((douts, strides, jumps), m, place)
         dout = load_row(pointer, start, live, TILE)
+        dots = pull_dots(rows, dout, TILE, SOURCES)
         scale = 1.0
         if gates is not None:
             scale = tl.load(pick(gates, m)).to(tl.float32)
         levels = load_heads(pick(lses, m), token, live, TILE)
         coupled = load_heads(pick(couplings, m), token, live, TILE)
-        dots = pull_dots(rows, dout, TILE, SOURCES)
+        query = queries + m * TILE.WIDTH
+        folded = ()
+        if LONG:
+            folded = load_row(query, token * 0, live, TILE)
         slot = tokens.to(tl.int64) * m * TILE.H
         weights, through_key, norms = pull_logits(
             dots, norms, logits, dlogits, slot, levels, coupled, scale, token, live, TILE
         )
-        updated = ()
-        for r in tl.static_range(SOURCES):
-            for u in tl.static_range(TILE.UNITS):
-                query = load_unit(queries + m * TILE.WIDTH, token * 0, live, u, TILE)
-                part = weights[r * TILE.GROUPS + u // TILE.CHUNKS][:, None] * dout[u].to(tl.float32)
-                part += (inverses[r] * through_key[r * TILE.GROUPS + u // TILE.CHUNKS])[:, None] * query
-                updated = updated + (totals[r * TILE.UNITS + u] + part,)
-        totals = updated
+        totals = pull_rows(totals, dout, weights, through_key, inverses, folded, query, token, live, TILE, SOURCES)
     summed = over_heads(norms, TILE)
     for r in tl.static_range(SOURCES):
         through_norm = inverses[r] * (summed[r] * (1.0 / TILE.WIDTH))

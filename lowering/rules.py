@@ -13,7 +13,7 @@ from itertools import product
 RECTANGLE = 16  # sources a launch: 4 selects pick a pointer, and a site of 73 takes 5 launches
 MULTIPROCESSORS = 132  # of an H100 or H200; elsewhere a backward's programs are merely a little uneven
 LANES = 512  # of a program: its 16 warps leave each thread the 128 registers that 16 values a thread take
-LIVE = 168  # registers for values: 56 in bfloat16, 227 / 187 / 16 bytes of stack; at 64 (192) 251 / 229 / 160 bytes
+LIVE = 168  # registers for values: 56 in bfloat16, 227 / 178 / 255; at 64 (192) 252 / 214 / 112 bytes of stack
 WASTE = 1.125  # padded / true width that costs nothing: K 72 as 5 x 16 is 1.11, 40 values a thread; 9 x 8 are 72 values
 VALUES = 16  # a thread: 111 / 111 / 128 at d 2048; 32 are 167 / 183 / 193; 8 save no more than 102 / 104 / 126
 

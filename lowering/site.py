@@ -17,6 +17,7 @@ from .tiles import (
     fold,
     fold_unit,
     heads_of,
+    held,
     load_heads,
     load_row,
     load_unit,
@@ -33,8 +34,8 @@ from .tiles import (
     store_unit,
     sums,
     tile_of,
-    to_float32,
     tokens_of,
+    widened,
     zero_heads,
     zero_row,
 )
@@ -78,7 +79,7 @@ def group_dots(rows, rstds, others, TILE: tl.constexpr, GROUP: tl.constexpr):
             for c in tl.static_range(TILE.CHUNKS):
                 row = rows[i * TILE.UNITS + h * TILE.CHUNKS + c]
                 if rstds is None:
-                    total += row.to(tl.float32) * others[h * TILE.CHUNKS + c]
+                    total += row.to(tl.float32) * widened(others[h * TILE.CHUNKS + c])
                 else:
                     total += rounded_key(row, rstds[i]).to(tl.float32) * others[h * TILE.CHUNKS + c]
             products = products + (total,)
@@ -124,9 +125,10 @@ def store_scores(
         once = live & (first + i < count) & (heads_of(0, TILE) == 0)
         tl.store(rstd + (first + i) * tokens.to(tl.int64) + token, rstds[i], mask=once)
     for h in tl.static_range(TILE.GROUPS):
+        row = token * TILE.H + heads_of(h, TILE)
         for i in tl.static_range(GROUP):
             present = first + i < count
-            at = logits + ((first + i) * tokens.to(tl.int64) + token) * TILE.H + heads_of(h, TILE)
+            at = logits + (first + i) * tokens.to(tl.int64) * TILE.H + row
             tl.store(at, scores[h * GROUP + i], mask=mask_heads(live, h, TILE) & present)
             masked = masked + (tl.where(present, scores[h * GROUP + i], float("-inf")),)
     return masked
@@ -287,7 +289,7 @@ def site_coupling(
     token = tokens_of(tl.program_id(0), TILE)
     live = token < tokens
     place = place_of(token, inner)
-    douts = to_float32(load_row(grad_out, start_of_row(place, grad_stride, grad_jump), live, TILE))
+    douts = held(load_row(grad_out, start_of_row(place, grad_stride, grad_jump), live, TILE), TILE)
     second = coupling + tokens.to(tl.int64) * H
     coupled = load_heads(coupling, token, live, TILE)
     mass = load_heads(second, token, live, TILE)
@@ -393,6 +395,42 @@ def source_gradient(
 
 
 @triton.jit
+def tile_gradients(
+    sources,
+    grads,
+    nulls,
+    count,
+    scales,
+    S,
+    logits,
+    lse,
+    rstd,
+    dots,
+    douts,
+    folded,
+    grad_out,
+    grad_start,
+    query,
+    key_weight,
+    dfolded,
+    place,
+    tokens,
+    live,
+    TILE: tl.constexpr,
+):
+    """Write the gradients of the sources behind the null source; return dfolded plus their dl key."""
+    token = place[0]
+    for slot in range(nulls, count):
+        weights, dlogits, norm = logit_gradient(slot, count, scales, logits, lse, dots, S, token, tokens, live, TILE)
+        source, start = pick_row(sources, slot, place)
+        dfolded = source_gradient(
+            source, start, pick(grads, slot), rstd + slot * tokens.to(tl.int64), weights,
+            dlogits, norm, douts, folded, grad_out, grad_start, query, key_weight, dfolded, token, live, TILE,
+        )  # fmt: skip
+    return dfolded
+
+
+@triton.jit
 def add_null(nulls, scales, logits, lse, dots, S, douts, sums, token, tokens, live, TILE: tl.constexpr):
     """Add what the null source, slot 0 where nulls is 1, owes to these tokens: w dout, dl, and sum_h dl l.
 
@@ -401,7 +439,7 @@ def add_null(nulls, scales, logits, lse, dots, S, douts, sums, token, tokens, li
     weights, dlogits, norm = logit_gradient(0, nulls, scales, logits, lse, dots, S, token, tokens, live, TILE)
     mixed = ()
     for u in tl.static_range(TILE.UNITS):
-        mixed = mixed + (sums[0][u] + weights[u // TILE.CHUNKS][:, None] * douts[u],)
+        mixed = mixed + (sums[0][u] + weights[u // TILE.CHUNKS][:, None] * widened(douts[u]),)
     through_key = ()
     for h in tl.static_range(TILE.GROUPS):
         through_key = through_key + (sums[1][h] + dlogits[h],)
@@ -481,7 +519,7 @@ def site_backward(
         live = token < tokens
         place = place_of(token, inner)
         grad_start = start_of_row(place, grad_stride, grad_jump)
-        douts = to_float32(load_row(grad_out, grad_start, live, TILE))
+        douts = held(load_row(grad_out, grad_start, live, TILE), TILE)
         S, scales = tile_coupling(
             coupling, scale, placed, count, douts, logits, lse, dots, place, tokens, live, TILE, GROUP
         )
@@ -494,15 +532,10 @@ def site_backward(
             folded = fold(query, key_weight, token, live, TILE)
         else:
             douts = ()
-        for slot in range(nulls, count):
-            weights, dlogits, norm = logit_gradient(
-                slot, count, scales, logits, lse, dots, S, token, tokens, live, TILE
-            )
-            source, start = pick_row(placed, slot, place)
-            dfolded = source_gradient(
-                source, start, pick(grads, slot), rstd + slot * tokens.to(tl.int64), weights,
-                dlogits, norm, douts, folded, grad_out, grad_start, query, key_weight, dfolded, token, live, TILE,
-            )  # fmt: skip
+        dfolded = tile_gradients(
+            placed, grads, nulls, count, scales, S, logits, lse, rstd, dots, douts, folded, grad_out, grad_start,
+            query, key_weight, dfolded, place, tokens, live, TILE,
+        )  # fmt: skip
 
     if null_sums is not None:
         if nulls > 0:

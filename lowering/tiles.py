@@ -19,6 +19,7 @@ import triton.language as tl
 PAIRED = tl.constexpr(not triton.knobs.runtime.interpret)
 ROUND_BF16 = tl.constexpr("cvt.rn.bf16x2.f32 $0, $2, $1;")
 ROUND_FP16 = tl.constexpr("cvt.rn.f16x2.f32 $0, $2, $1;")
+SHORT = tl.constexpr(5)  # units of a row that fit in float32 beside the sums of a loop: 40 bfloat16 values a thread
 
 
 @dataclass(frozen=True)
@@ -216,6 +217,23 @@ def to_float32(row):
     for u in tl.static_range(len(row)):
         wide = wide + (row[u].to(tl.float32),)
     return wide
+
+
+@triton.jit
+def held(row, TILE: tl.constexpr):
+    """A row as a loop keeps it: a short one in float32, a long one as it was stored, and ``widened`` at every use."""
+    if TILE.UNITS <= SHORT:
+        return to_float32(row)
+    else:
+        return row
+
+
+@triton.jit
+def widened(x):
+    """x in float32, converted at this place: the compiler would do it ahead of the loop, in twice the registers."""
+    if PAIRED and x.dtype != tl.float32:
+        x = tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], x.dtype, is_pure=False, pack=2)
+    return x.to(tl.float32)
 
 
 @triton.jit

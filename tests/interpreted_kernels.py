@@ -58,9 +58,11 @@ def test_head_widths(heads, head_width):
     )
 
 
-@pytest.mark.parametrize(("heads", "head_width"), [(9, 64), (1, 7168), (31, 33), (1, 1001)])
+@pytest.mark.parametrize(("heads", "head_width"), [(9, 64), (1, 7168), (31, 33), (1, 1001), (7, 3)])
 def test_uneven_widths(heads, head_width):
-    check(Recipe(tokens=(1,), count=2, heads=heads, head_width=head_width, dtype=torch.bfloat16))
+    recipe = Recipe(tokens=(1,), count=2, heads=heads, head_width=head_width, dtype=torch.bfloat16)
+    check(recipe)
+    check(replace(recipe, null_source=True, gate=1))
 
 
 def test_no_tokens():

@@ -17,6 +17,7 @@ NARROW, CHUNKED = Sizes("cpu", torch.bfloat16, 2, 8), Sizes("cpu", torch.bfloat1
 WIDE, HALF = Sizes("cpu", torch.float32, 2, 8), Sizes("cpu", torch.float16, 3, 24)
 UNEVEN = Sizes("cpu", torch.bfloat16, 2, 8, uneven=True)
 UNEVEN_WIDE = Sizes("cpu", torch.float32, 3, 12, tokens=(3, 2), uneven=True)
+LONG = Sizes("cpu", torch.bfloat16, 7, 3)  # 7 units, that a loop keeps as they were stored
 MASKED_HEAD, MASKED_COLUMNS = Sizes("cpu", torch.bfloat16, 9, 64, (1, 3)), Sizes("cpu", torch.bfloat16, 8, 72, (3,))
 ALL = [NARROW, CHUNKED, WIDE, HALF, UNEVEN, UNEVEN_WIDE]
 
@@ -110,6 +111,7 @@ def test_mix_tile(sizes, count, sites):
         (CHUNKED, 2, {"null": True, "gate": True}),
         (HALF, 1, {"gate": True}),
         (UNEVEN, RECTANGLE + 2, {"null": True}),
+        (LONG, 2, {"gate": True}),
     ],
 )
 def test_coupling_from_sources(sizes, count, options):
@@ -125,6 +127,7 @@ def test_coupling_from_sources(sizes, count, options):
         (HALF, 2, [2], {"gated": True}),
         (UNEVEN, 3, [1, 3, 4], {"gated": True, "wide": True}),
         (UNEVEN_WIDE, 2, [5, 3, 2], {"carried": True}),
+        (LONG, 2, [3, 1], {"gated": True, "carried": True}),
         (WIDE, 1, [*range(RECTANGLE + 2, 0, -1)], {"gated": True}),
     ],
 )

@@ -5,6 +5,7 @@ Needs no GPU. A figure that DESIGN.md claims and the compiler no longer gives fa
 
 import re
 from dataclasses import replace
+from itertools import product
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ pytest.importorskip("triton", reason="the kernels are written in Triton")
 
 from mhar_compile.lowering import launch as launching
 from mhar_compile.lowering.rules import LIVE, RECTANGLE, norm_rule, site_rule, values_of
+from perf import static
 from perf.aot import Rectangle, Site, as_generated, compiled
 
 SHAPES = {
@@ -27,14 +29,12 @@ SHAPES = {
 DELTA = {"null_source": True, "residual": True, "gate": True}
 SITES = [
     *(pytest.param(Site(*shape), id=name) for name, shape in SHAPES.items()),
-    *(
-        pytest.param(Site(*SHAPES[name], **DELTA), id=f"{name}-delta")
-        for name in ("8B", "1B", "350M", "100M", "SmolLM")
-    ),
+    *(pytest.param(Site(*shape, **DELTA), id=f"{name}-delta") for name, shape in SHAPES.items()),
     *(pytest.param(Site(*SHAPES[name], dtype=torch.float32), id=f"{name}-float32") for name in ("8B", "1B", "100M")),
-    *(pytest.param(Site(*SHAPES[name], runs=4, **DELTA), id=f"{name}-delta-uneven") for name in ("8B", "1B")),
+    *(pytest.param(Site(*SHAPES[name], runs=4, **DELTA), id=f"{name}-delta-uneven") for name in ("8B", "1B", "K3")),
     pytest.param(Site(*SHAPES["1B"], count=RECTANGLE + 1, runs=4), id="1B-two-rectangles-uneven"),
     pytest.param(Site(*SHAPES["8B"], dtype=torch.float16), id="8B-float16"),
+    pytest.param(Site(*SHAPES["K3"], dtype=torch.float16, **DELTA), id="K3-delta-float16"),
     pytest.param(Site(*SHAPES["1B"], count=RECTANGLE + 1), id="1B-two-rectangles"),
     pytest.param(Site(*SHAPES["8B"], parameter_dtype=torch.bfloat16), id="8B-bfloat16-parameters"),
 ]
@@ -66,14 +66,13 @@ def test_registers_spills_and_vector_accesses(site):
 
 
 # Registers of the steps' kernels as Inductor's code makes them, without a limit; mix by sites, pull by values a thread.
-REGISTERS = {"score": 136, "coupling": 96, "query_gradient": 72, "site_sums": 32}
+# Triton 3.6 takes up to 8 more than 3.7 in score and query_gradient.
+REGISTERS = {"score": 137, "coupling": 96, "query_gradient": 80, "site_sums": 32}
 MIX = {1: 64, 8: 161}
 MIX_NORM = {16: 80, 32: 80, 40: 128, 56: 96}  # by values a thread
 NORM_BACKWARD = {16: (80, 128), 32: (128, 168), 40: (166, 255), 56: (223, 255)}  # without and with coupling
-PULL = {16: 128, 32: 221, 40: 168, 56: 255}
+PULL = {16: 128, 32: 221, 40: 168, 56: 231}
 TWO_STRIDES = 40  # more where a row needs two strides: mix at one site 64 becomes 102
-# Width 7168 is 56 float32 sums a thread beside two rows; a gate is one register too many, 24 bytes once a site.
-SPILLS = {("K3", "pull", True): 24}
 
 
 def claimed(launch, rectangle):
@@ -91,15 +90,14 @@ def claimed(launch, rectangle):
 
 @pytest.mark.parametrize(
     ("shape", "runs"),
-    [*((name, 1) for name in SHAPES), ("1B", 4)],
+    [*((name, 1) for name in SHAPES), ("1B", 4), ("K3", 4)],
     ids=lambda value: {1: "even", 4: "uneven"}.get(value, value),
 )
 def test_steps_as_generated(shape, runs):
     rectangle = Rectangle(*SHAPES[shape], runs=runs)
     for launch in rectangle.launches():
         name, binary = launch.kernel.__name__, compiled(as_generated(launch))
-        gated = launch.arguments.get("gates") is not None
-        assert binary.stack == SPILLS.get((shape, name, gated), 0), f"{name} spills"
+        assert binary.stack == 0, f"{name} spills"
         assert binary.registers <= claimed(launch, rectangle), name
         assert binary.accesses["load 16"] > 0, name
         kept = launch.arguments.get("residue") is not None  # a byte for each of 8 values
@@ -110,13 +108,60 @@ def test_steps_as_generated(shape, runs):
             assert binary.shared <= 48 * 1024, name
 
 
-@pytest.mark.parametrize(("shape", "registers"), [("8B", 177), ("1B", 239), ("SmolLM", 250)])
-def test_sites_as_generated(shape, registers):
+@pytest.mark.parametrize(
+    ("shape", "runs", "registers"),
+    [
+        ("8B", 1, 177),
+        ("8B", 4, 203),
+        ("1B", 1, 239),
+        ("SmolLM", 1, 250),
+        ("K3", 1, 251),
+        ("K3", 4, 251),
+        ("8B-one-head", 1, 122),
+    ],
+)
+def test_sites_as_generated(shape, runs, registers):
     """Inductor hands no limit of registers on: fewer warps are resident, and still nothing spills."""
-    for name, launch in kernels(Site(*SHAPES[shape], **DELTA)).items():
+    for name, launch in kernels(Site(*SHAPES[shape], runs=runs, **DELTA)).items():
         binary = compiled(as_generated(launch))
         assert binary.stack == 0, f"{name} spills"
         assert binary.registers <= registers, name
+
+
+@pytest.mark.parametrize(
+    ("shape", "dtype", "runs"), [("1B", torch.float16, 1), ("K3", torch.float16, 4), ("8B-one-head", torch.float32, 4)]
+)
+def test_pulls_in_other_dtypes(shape, dtype, runs):
+    pulls = [x for x in Rectangle(*SHAPES[shape], dtype=dtype, runs=runs).launches() if x.kernel.__name__ == "pull"]
+    assert {compiled(as_generated(launch)).stack for launch in pulls} == {0}
+
+
+def test_all_of_a_long_query_is_waited_for_at_once():
+    """At width 7168 the compiler would rather save registers: one load after the other, 14 waits a site."""
+    for launch in Rectangle(*SHAPES["K3"]).launches():
+        if launch.kernel.__name__ == "pull":
+            code = static.disassembled(static.compiled(as_generated(launch)).asm["cubin"])
+            loads = re.findall(r"LDG\.E\.128 (R\d+)", code[code.rindex("BAR.SYNC") :])
+            assert len(loads) == 14
+            assert len(set(loads)) == 14, "a register that is loaded twice was waited for"
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_no_variant_spills(shape, dtype):
+    """A minute a case: all that a site may have, several runs of tokens, more than one rectangle, tiles, norms."""
+    size = SHAPES[shape]
+    launches = []
+    for runs, count, options in product(
+        (1, 4), (9, RECTANGLE + 1), ({}, {"residual": True}, {"null_source": True}, DELTA)
+    ):
+        launches += Site(*size, count=count, dtype=dtype, runs=runs, **options).launches()
+    generated = [as_generated(launch) for launch in launches]
+    for runs, sites in product((1, 4), (2, 4, 8)):
+        generated += [as_generated(x) for x in Rectangle(*size, sites=sites, dtype=dtype, runs=runs).launches()]
+    spills = {(x.kernel.__name__, compiled(x).stack) for x in (*launches, *generated) if compiled(x).stack}
+    assert not spills
 
 
 def test_masked_columns():
