@@ -151,7 +151,7 @@ class Rectangle:
         logits = [empty(self.sites, *tokens, self.heads) for _ in rows]
         firsts, sites, heads = [0] * self.count, list(range(self.sites)), [logits[0][0]] * self.sites
         wide, rstds = empty(*tokens, self.width), [empty(*tokens)] * self.count
-        steps.score(rows[0], folded, 0, self.sites, 1e-6, run)
+        steps.score(rows[0], folded, 0, self.sites, 1e-6, run=run)
         rule = norm_rule(self.heads, self.width // self.heads, self.dtype.itemsize)
         for extra in ((None, None, None, None), (rows[0], empty(1), wide, heads[0])):
             keep = self.dtype.itemsize == 2 and extra[0] is None
