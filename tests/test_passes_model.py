@@ -25,6 +25,8 @@ from mhar_compile.lowering.tracing import Trace, trace, tracer
 from mhar_compile.ops import figure3
 from perf import numerics
 
+from .windows import scored_twice
+
 ROOT = Path(__file__).parents[1]
 TOPOLOGIES = ["mhar", "block", "delta"]
 
@@ -102,6 +104,46 @@ def test_a_plan_that_holds_too_much_gives_way(monkeypatch: pytest.MonkeyPatch) -
     assert report.peak_after <= report.peak_before
     assert not report.pulled
     assert report.left_alone[0].endswith(planning.PEAK_WOULD_RISE)
+
+
+def test_sources_are_scored_again_where_their_logits_and_residues_find_no_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    """S from the outputs saves reading all sources once more; with the logits of a large vocabulary the backward's peak
+    is where it begins, and what is saved for it counts in full. (Attention's memory would depend on the device.)"""
+    config = DecoderConfig(32_000, 512, 10, 8, 4, 1024, max_positions=4096, residual="mhar", routing_heads=16)
+    with torch.device("meta"):
+        model, tokens = Decoder(config).bfloat16(), torch.zeros(4, 4096, dtype=torch.long)
+    for block in model.blocks:
+        block.attention = nn.Identity()  # type: ignore[assignment]
+    report = mhar_compile.explain(model, tokens)
+    assert report.rescored >= report.pulled == 21
+    assert report.peak_after <= report.peak_before
+    monkeypatch.setattr(planning, "switch_of", lambda family: [False])
+    saved = mhar_compile.explain(model, tokens)
+    assert saved.rescored == 0
+    assert report.bytes_after < 0.8 * saved.bytes_after
+
+
+@pytest.mark.parametrize("early", [0, 3])
+def test_no_logits_are_saved_where_sources_are_scored_again(early: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """But those of the first sites, whose S comes from their few sources."""
+    monkeypatch.setattr(planning, "outputs_of", lambda family: [{n for n in family.order if n >= early}])
+    torch.manual_seed(0)
+    model, x, found = Sites(8, 12, 3).double(), torch.randn(5, 12, dtype=torch.float64), Trace()
+    expected = torch.autograd.grad(model(x).square().sum(), list(model.parameters()))
+    torch._dynamo.reset()
+    with scored_twice():
+        joint = joint_pass(reports=found.reports.append, rewrite="always")
+        compiled = torch.compile(model, backend=tracer(found, joint))
+        grads = torch.autograd.grad(compiled(x).square().sum(), list(model.parameters()))
+    torch.testing.assert_close(grads, expected, rtol=1e-10, atol=1e-12)
+    assert found.report.rescored == 8
+    ((forward, backward),) = found.after
+    saved = [node.meta["val"].shape for node in backward.find_nodes(op="placeholder")]
+    logits = sorted(shape[0] for shape in saved if len(shape) == 3 and tuple(shape[1:]) == (5, 3))
+    assert logits == [*range(1, early + 1)], "of source n those at the sites from n on, and before the first other"
+    scores = torch.ops.mhar.score.default
+    assert len(forward.find_nodes(op="call_function", target=scores)) == 8
+    assert len(backward.find_nodes(op="call_function", target=scores)) == 8
 
 
 class Deltas(nn.Module):

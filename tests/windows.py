@@ -8,6 +8,12 @@ from unittest import mock
 from mhar_compile.lowering import planning
 
 
+def scored_twice() -> Any:
+    """Pulls have their sources scored again wherever they may."""
+    switch_of = planning.switch_of
+    return mock.patch.object(planning, "switch_of", lambda family: switch_of(family)[-1:])
+
+
 def windows_that_free() -> Any:
     """Windows of a plan without tiles free what they hold, whether memory is short or not."""
     windowed = planning.windowed
