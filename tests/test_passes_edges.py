@@ -382,3 +382,14 @@ def test_tiles_of_sites_that_keep_their_logits_and_of_sites_that_do_not(monkeypa
     assert nodes[0]["mhar.mix_tile.default"] == 2
     assert nodes[0]["mhar.part.default"]
     assert nodes[1]["mhar.score.default"] >= 10
+
+
+def constant_gradient(self: Chain, x: Tensor) -> Tensor:
+    return sublayers(self, x, lambda n, sources: self.routers[n](sources).sign() + sources[-1])[-1]
+
+
+def test_a_gradient_that_does_not_depend_on_the_loss() -> None:
+    """Its route_backward is part of the forward."""
+    report, _ = check(Chain(constant_gradient))
+    assert report.sites == SITES
+    assert not report.left_alone
