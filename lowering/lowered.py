@@ -78,7 +78,7 @@ class Lowering:
             self.coupling(node, args)
         elif node.target is not mhar.pull.default:
             self.expand(node, self.expansions[node.target], args)
-        elif args[0][0].meta["val"].dim() == 1:
+        elif args[0][0].meta["val"].dim() < args[5][0].meta["val"].dim():
             self.pull_null(node, *args)
         else:
             self.pull(node, args)

@@ -6,7 +6,8 @@ With y = x inverse weight, the gradient of x [..., d] from that of y, dy, and th
 
 torch's formula and what autograd makes of a norm that is written out differ in their operations. So what makes a tensor
 is evaluated on a few random rows and compared with the formula, in float64 and without the roundings between, which
-Inductor leaves out of a kernel, too: two expressions that agree there are the same.
+Inductor leaves out of a kernel, too: two expressions of sums, products and powers that agree there are the same. Of
+others, such as a clamp that the drawn rows do not reach, that would not be true.
 """
 
 from __future__ import annotations
@@ -17,15 +18,20 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.fx import Node
 
-from .norms import CONVERT
+from .norms import CONVERT, dtype_of
 from .reading import ALIASES, VIEWS, behind_aliases, same_shape
 from .rules import TERMS
 from .versions import symbol
 
 aten = torch.ops.aten
 SAME = {*ALIASES, *VIEWS, CONVERT, aten.clone.default, aten.expand.default}  # the same values, or the same repeated
+ARITHMETIC = {
+    *(getattr(getattr(aten, name), kind) for name in ("add", "sub", "mul", "div") for kind in ("Tensor", "Scalar")),
+    *(aten.neg.default, aten.square.default, aten.reciprocal.default, aten.pow.Tensor_Scalar),
+}
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 LIMIT = 64  # operations between the gradients of a norm's result and of its argument; those known have 25
 ROWS = 3  # that expressions are compared on
@@ -87,10 +93,11 @@ def norm_gradient_of(result: Node) -> NormGradientNodes | None:
         weights = [leaf for leaf in formed.leaves if is_weight(leaf, result)]
         if len(rows) != 1 or len(factors) != 1 or len(weights) > 1 or len(formed.leaves) != 3 + len(weights):
             continue
-        values = drawn({dy, rows[0]}, factors[0], weights)
-        if formed.agrees(gradient(values, dy, rows[0], factors[0], weights), values):
-            found = backward(formed, dy, rows[0], factors[0], weights, values)
-            return found if is_taken(found) else None
+        with unset_fake_temporarily():  # AOTAutograd compiles a backward of dynamic shapes within its own
+            values = drawn({dy, rows[0]}, factors[0], weights)
+            if formed.agrees(gradient(values, dy, rows[0], factors[0], weights), values):
+                found = backward(formed, dy, rows[0], factors[0], weights, values)
+                return found if is_taken(found) else None
     return None
 
 
@@ -127,6 +134,8 @@ def is_taken(found: NormGradientNodes) -> bool:
     return (
         len(found.terms) <= TERMS
         and all(node.meta["val"].dtype in DTYPES for node in found.given)
+        and len({term.meta["val"].dtype for term in found.terms}) == 1
+        and inverse.dtype == torch.float32
         and all(node.meta["val"].device == x.device for node in found.given)
         and result.dtype == x.dtype
         and x.is_contiguous()
@@ -186,7 +195,7 @@ def expression(root: Node, cut: Node | None) -> Expression | None:
             leaves.add(node)
             continue
         inside.add(node)
-        waiting += node.all_input_nodes
+        waiting += node.all_input_nodes[:1] if node.target in SAME else node.all_input_nodes  # and no sizes
         if len(inside) > LIMIT:
             return None
     return Expression(root, inside, leaves)
@@ -198,13 +207,15 @@ def is_row_operation(node: Node, like: Node) -> bool:
         return False
     if node.target in SAME:
         (base, *_) = node.args
-        return isinstance(base, Node) and (same_shape(node, base) or node.target is aten.expand.default)
+        if not isinstance(base, Node) or not (same_shape(node, base) or node.target is aten.expand.default):
+            return False
+        return node.target is not CONVERT or {dtype_of(node), dtype_of(base)} <= {*DTYPES}
     if not (is_row(node, like) or is_factor(node, like)):
         return False
     if node.target in ROW_SUMS:
         last = node.meta["val"].dim() - 1
         return list(node.args[1:]) in ([[-1], True], [[last], True]) and not node.kwargs
-    return is_pointwise(node) and not any(isinstance(value, Node) for value in node.kwargs.values())
+    return node.target in ARITHMETIC and not any(isinstance(value, Node) for value in node.kwargs.values())
 
 
 def is_row(node: Node, like: Node) -> bool:

@@ -77,7 +77,7 @@ class Backward:
 
         level = levels(nodes, counts)
         place = {node.name: at for at, node in enumerate(nodes)}
-        at_sites = [place[node.name] for node in arrivals]
+        at_sites = [place.get(node.name, 0) for node in arrivals]  # 0: a gradient of constants, which the forward forms
         spans = [max(level[a : max(b, a + 1)]) for a, b in pairwise([0, *at_sites, len(nodes)])]
         return [spans[0], *(part for at, span in zip(at_sites, spans[1:], strict=True) for part in (level[at], span))]
 

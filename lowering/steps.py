@@ -145,6 +145,8 @@ def norm_backward(
     rows, inner = rows_of(terms)
     rows += rows[-1:] * (TERMS - len(rows))
     programs = torch.sym_min(rule.programs, ceil_div(tokens, rule.tokens))
+    if not isinstance(programs, int):
+        programs = torch.sym_max(2, programs)  # whether it is 1 would be a guard on a dynamic size
     grad_out = out.new_empty(out.shape)
     coupling = inverse.new_empty((*leading, heads)) if coupled else None
     shares = None if summed is None else inverse.new_empty((programs, width))

@@ -93,6 +93,20 @@ def test_operators_left_beside_launches():
     assert {"pull_named", "pull.default"} <= {str(getattr(target, "__name__", target)) for target in targets}
 
 
+def test_a_single_token_without_a_dimension_of_tokens_is_no_null_source():
+    torch.manual_seed(0)
+    leaves = [torch.randn(16, requires_grad=True), torch.randn(2, 8, requires_grad=True)]
+
+    def model(x, query):
+        return route([x.sin(), x.cos()], query, null_source=x).sin()
+
+    torch._dynamo.reset()
+    compiled = torch.compile(model, backend=backend([], rewrite="always"), fullgraph=True)
+    expected, found = (torch.autograd.grad(f(*leaves).sum(), leaves) for f in (model, compiled))
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+
+
 def compare(case, **settings):
     targets = []
 

@@ -147,3 +147,26 @@ def test_training(name, monkeypatch):
 def test_inference(name, monkeypatch):
     names = compare(*(ALONG | ALONE)[name], monkeypatch, train=False)
     assert ("mix_norm_named" in names) == (name in ALONG)
+
+
+def test_training_with_a_dynamic_length():
+    """The backward is then compiled within AOTAutograd's fake mode, and sizes are nodes of the graph."""
+
+    def function(one, other, query, weight):
+        y = rms(route([one, other], query), weight)
+        return (y @ y.mT).square().mean()
+
+    torch._dynamo.reset()
+    targets = []
+    compiled = torch.compile(function, backend=backend(targets, rewrite="always"), fullgraph=True)
+    for length in (3, 5, 70):  # of one program, and of several
+        torch.manual_seed(length)
+        leaves = [torch.randn(2, length, WIDTH), torch.randn(2, length, WIDTH), torch.randn(2, WIDTH // 2)]
+        leaves = [leaf.requires_grad_() for leaf in (*leaves, 1 + torch.randn(WIDTH) / 4)]
+        for leaf in leaves[:2]:
+            torch._dynamo.mark_dynamic(leaf, 1)
+        found, expected = (torch.autograd.grad(f(*leaves), leaves) for f in (compiled, function))
+        for one, other in zip(found, expected, strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-6)
+    launches = [getattr(target, "__name__", "") for target in targets]
+    assert launches.count("norm_backward_named") == 1, "compiled once"

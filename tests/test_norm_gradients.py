@@ -34,6 +34,9 @@ OTHERS = {
     "of two factors": lambda dy, x, r, w: r * (dy * w - x * (r * w[:1]).square() * dot(dy * w, x) / WIDTH),
     "something added": lambda dy, x, r, w: by_formula(dy, x, r, w) + x,
     "a row too many": lambda dy, x, r, w: by_formula(dy, x, r, w) + dy.flip(-1),
+    "clamped far out": lambda dy, x, r, w: by_formula(dy.clamp(-1e3, 1e3), x, r, w),
+    "in whole numbers": lambda dy, x, r, w: by_formula(dy.int().float(), x, r, w),
+    "in float8": lambda dy, x, r, w: by_formula(dy.to(torch.float8_e4m3fn).float(), x, r, w),
 }
 
 
@@ -91,6 +94,20 @@ def test_another_sum_over_tokens_is_not_the_weights():
     assert found is not None
     assert found.weight_sum is not total
     assert found.weight_sum is None
+
+
+def test_terms_of_two_dtypes_are_no_pointers_of_one_kernel():
+    def added(dy, x, r, w):
+        return (by_formula(dy + dy.float() @ dy.float().mT @ dy.float(), x, r, w).bfloat16(),)
+
+    _, (grad,) = graph_of(added, dtype=torch.bfloat16)
+    assert norm_gradient_of(grad) is None
+
+
+def test_a_narrow_factor_is_left_alone():
+    """Sums are stored in the factor's dtype."""
+    _, (grad,) = graph_of(lambda dy, x, r, w: (by_formula(dy, x, r.bfloat16().flip(0), w),))
+    assert norm_gradient_of(grad) is None
 
 
 @pytest.mark.parametrize("name", OTHERS)

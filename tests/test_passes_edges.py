@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from mhar_compile import Router, route
 from mhar_compile.compiler import joint_pass
+from mhar_compile.lowering import planning
 from mhar_compile.lowering.report import Report
 from mhar_compile.lowering.tracing import Trace, tracer
 
@@ -353,3 +354,42 @@ def test_one_block_with_two_sites_is_left_alone_where_nothing_is_gained() -> Non
     model = Chain(lambda self, x: sublayers(self, x, lambda n, s: self.routers[n](s) if n < 2 else s[-1])[-1])
     report, _ = check(model, rewrite="auto")
     assert report.left_alone == [f"{name}: the model predicts no gain" for name in ("route", "route_1")]
+
+
+def test_tiles_of_sites_that_keep_their_logits_and_of_sites_that_do_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A tile reads logits of all its sites, of which the first ones' are saved in a part."""
+    switch_of, outputs_of = planning.switch_of, planning.outputs_of
+    monkeypatch.setattr(planning, "switch_of", lambda family: switch_of(family)[-1:])
+    monkeypatch.setattr(planning, "outputs_of", lambda family: [set(sorted(outputs_of(family)[0])[3:])])
+    torch.manual_seed(0)
+    leaves = [torch.randn(3, 4), *torch.randn(10, 2, 2)]
+    leaves = [leaf.double().requires_grad_() for leaf in leaves]
+
+    def model(x: Tensor, *queries: Tensor) -> Tensor:
+        sources = [x]
+        for query in queries:
+            sources.append(route(sources, query).sin())
+        return sources[-1].exp()
+
+    found = Trace()
+    torch._dynamo.reset()
+    passes = joint_pass(reports=found.reports.append, rewrite="always", tile=4)
+    compiled = torch.compile(model, backend=tracer(found, passes), fullgraph=True)
+    grads, expected = (torch.autograd.grad(f(*leaves).sum(), leaves) for f in (compiled, model))
+    for one, other in zip(grads, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-9)
+    nodes = [count([graph]) for graph in found.after[0]]
+    assert nodes[0]["mhar.mix_tile.default"] == 2
+    assert nodes[0]["mhar.part.default"]
+    assert nodes[1]["mhar.score.default"] >= 10
+
+
+def constant_gradient(self: Chain, x: Tensor) -> Tensor:
+    return sublayers(self, x, lambda n, sources: self.routers[n](sources).sign() + sources[-1])[-1]
+
+
+def test_a_gradient_that_does_not_depend_on_the_loss() -> None:
+    """Its route_backward is part of the forward."""
+    report, _ = check(Chain(constant_gradient))
+    assert report.sites == SITES
+    assert not report.left_alone
