@@ -181,9 +181,7 @@ class Rewrite:
     def tile(self, tile: Tile, number: int, site: Site) -> tuple[Node, Node]:
         """The mixture of a site over the older sources of its tile, and its log-sum-exp."""
         if tile not in self.tiles:
-            scored = self.all_scored(
-                tile.sites[-1], tile.sources
-            )  # early sites' logits may be a part of the last one's
+            scored = self.all_scored(tile.sites[-1], tile.sources)  # early sites' may be a part of the last one's
             args = (tile.sources, *scored, tile.sites)
             with self.graph.inserting_before(site.node):
                 self.tiles[tile] = self.write.call(mhar.mix_tile.default, args, site.node)
