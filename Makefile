@@ -6,7 +6,9 @@ INSTALLED := $(VENV)/.installed
 DIST := build/dist
 BENCHMARK := --benchmark-enable --benchmark-only --benchmark-columns=median,iqr,rounds
 
-.PHONY: setup demo test test-long soak lint types perf perf-gpu plots numerics wheel clean
+VERSIONS ?= 2.11.0
+
+.PHONY: setup demo test test-long test-versions soak lint types perf perf-gpu plots numerics wheel clean
 
 setup: $(INSTALLED)
 
@@ -24,6 +26,17 @@ test: setup
 
 test-long: setup
 	$(BIN)/python -m pytest -m long
+
+# With other versions of torch, each in an environment of its own; from PyPI it brings 5 GB of CUDA libraries with it.
+test-versions: $(VERSIONS:%=build/versions/%/.installed)
+	for version in $(VERSIONS); do \
+		build/versions/$$version/bin/python -m pytest --numprocesses 2 --dist worksteal -m "not long" $(TESTS) || exit 1; \
+	done
+
+build/versions/%/.installed: pyproject.toml
+	$(PYTHON) -m venv build/versions/$*
+	build/versions/$*/bin/python -m pip install --quiet torch==$* pytest-benchmark --editable '.[test]'
+	touch $@
 
 # Trains in two processes for 300 steps, kills one, resumes, and compares.
 soak: setup

@@ -436,8 +436,7 @@ def captured(setup: Setup, shape: Shape, count: int, number: int) -> Iterator[tu
         reads = number * len(named["pull"]) + 2 * few
         yield f"pull, {few} sources x {number} sites", reads, named["pull"]
     yield f"query_gradient, {number} sites", 1, named["query_gradient"][:1]
-    queries = list(folded.unbind())
-    yield f"sum of shares, {number} sites", 0, launches(steps.unfold, shares, [], [], queries, [None] * number)
+    yield f"sum of shares, {number} sites", 0, launches(steps.folded_gradients, shares, [], [], number)
 
 
 CORRECTNESS = {

@@ -110,7 +110,7 @@ def test_gradients_of_queries_where_a_site_is_followed_by_what_inductor_computes
             )
         assert not ours[0].any(), "a site of one source has no gradient"
         errors.append([float((one - grads).norm() / grads.norm()) for one in (ours, eager)])
-    assert "coupling_named" not in modules[1].launches, "S is formed from the output"
+    assert modules[1].launches["coupling_named"] <= 1, "S is formed from the output, but of the first site"
     found, eager = zip(*errors, strict=True)
     assert math.hypot(*found) <= 1.5 * math.hypot(*eager)
 
