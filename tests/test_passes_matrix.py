@@ -97,17 +97,18 @@ def error(values: list[Tensor], truth: list[Tensor]) -> float:
     return float(torch.stack(ratios).mean().sqrt())
 
 
-def check(residual: str, layers: int, row: tuple[Any, ...], compile_with: Any) -> None:
+def check(residual: str, layers: int, row: tuple[Any, ...], compile_with: Any, plain_with: Any = None) -> None:
     checkpointing, dynamic, dtype, inference = row
     model = decoder(residual, layers, checkpointing).to(dtype)
     plain, exact = decoder(residual, layers, None).to(dtype), decoder(residual, layers, None).to(dtype).double()
     compiled = compile_with(model, dynamic)
+    unpassed = plain if plain_with is None else plain_with(plain, dynamic)
     ours, theirs = [], []
     for batch, length in [(3, 11)] * DRAWS + [(2, 9)] * (DRAWS * dynamic):
         tokens = torch.randint(32, (batch, length))
         truth = results(exact, exact, tokens, inference)
         ours.append(error(results(compiled, model, tokens, inference), truth))
-        theirs.append(error(results(plain, plain, tokens, inference), truth))
+        theirs.append(error(results(unpassed, plain, tokens, inference), truth))
     assert math.hypot(*ours) <= 1.5 * math.hypot(*theirs)
 
 
@@ -183,10 +184,10 @@ def check_recompute(forward: Graph, backward: Graph, checkpointing: str | None, 
     assert 0 < second["mix"] <= sites if checkpointing else not second["mix"]
 
 
-def inductor(model: nn.Module, dynamic: bool) -> Any:
+def inductor(model: nn.Module, dynamic: bool, rewrite: str = "always") -> Any:
     torch._dynamo.reset()
     return torch.compile(
-        model, backend=mhar_compile.backend, options=mhar_compile.inductor_options(rewrite="always"), dynamic=dynamic
+        model, backend=mhar_compile.backend, options=mhar_compile.inductor_options(rewrite=rewrite), dynamic=dynamic
     )
 
 
@@ -198,7 +199,8 @@ def test_under_inductor(row: tuple[Any, ...]) -> None:
 @pytest.mark.long
 @pytest.mark.parametrize("row", pairwise(FACTORS), ids=lambda row: "-".join(str(x).removeprefix("torch.") for x in row))
 def test_topologies_under_inductor(row: tuple[Any, ...]) -> None:
-    check(row[0], 3, row[1:], inductor)
+    """Against Inductor without the passes: in bfloat16 its own roundings differ from those of eager."""
+    check(row[0], 3, row[1:], inductor, functools.partial(inductor, rewrite="never"))
 
 
 @pytest.mark.long
