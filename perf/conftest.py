@@ -8,6 +8,11 @@ import torch
 from perf import bench
 
 
+@pytest.fixture(autouse=True, scope="session")
+def memory():
+    bench.keep_freed_memory()
+
+
 @pytest.fixture(autouse=True)
 def setting():
     torch.set_num_threads(1)
