@@ -14,7 +14,8 @@ from torch._guards import detect_fake_mode
 from torch.fx import Graph, Node
 from torch.fx.node import map_arg
 
-from . import planning
+from . import planning, schedule
+from .families import Family, families
 from .model import Costs
 from .partition import Backward
 from .pinning import pin
@@ -140,7 +141,7 @@ def improve(graph: Graph, settings: Settings, report: Report) -> None:
         return
     report.left_alone += choice.left_alone
     for family in choice.unchanged:
-        launches = [*planning.forward_before(family), *planning.backward_before(family)]
+        launches = [*schedule.forward_before(family), *schedule.backward_before(family)]
         report.count(launches, launches)
     for plan in choice.plans:
         report.add(plan)
@@ -151,7 +152,7 @@ class Choice:
     """What is done with a graph's families, and why some sites are left alone."""
 
     plans: list[Plan]
-    unchanged: list[planning.Family]
+    unchanged: list[Family]
     left_alone: list[str]
 
 
@@ -188,7 +189,7 @@ def plan_all(graph: Graph, settings: Settings, backward: Backward, aim: float) -
     """A plan for each family that is worth it."""
     reading = read(graph)
     choice = Choice([], [], list(reading.left_alone))
-    for family in planning.families(reading.sites):
+    for family in families(reading.sites):
         found: Plan | str | None = refusal(family, settings)
         if found is None:
             found = planning.plan(family, settings, Costs(), backward, aim)
@@ -200,7 +201,7 @@ def plan_all(graph: Graph, settings: Settings, backward: Backward, aim: float) -
     return choice
 
 
-def refusal(family: planning.Family, settings: Settings) -> str | None:
+def refusal(family: Family, settings: Settings) -> str | None:
     """Why a family is left alone before it is planned, if it is."""
     if settings.rewrite == "never":
         return "rewriting is switched off"

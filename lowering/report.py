@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field, fields
 
 from . import model
-from .planning import Plan, adds_of
+from .families import adds_of
+from .planning import Plan
 
 PIECES = (
     "the passes saw {} pieces of the model: a source is scored and pulled anew in each that it enters; pieces come "

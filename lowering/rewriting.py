@@ -12,7 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import Graph, Node
 from torch.fx.node import map_arg
 
-from .planning import Family, Pull, Run, Sum, Tile
+from .families import Family, Pull, Run, Sum, Tile
 from .reading import ALIASES, VIEWS, Site, cone, only_user, sum_of
 from .versions import MUST_SAVE
 

@@ -14,7 +14,7 @@ pytest.importorskip("triton", reason="the kernels are written in Triton")
 
 from mhar_compile import Decoder, route
 from mhar_compile.compiler import HOOK, LOWERING
-from mhar_compile.lowering import lowered, model, planning
+from mhar_compile.lowering import lowered, model, schedule
 from mhar_compile.lowering.report import Report
 from mhar_compile.lowering.steps import runs_of
 from perf.codegen import generator, modules
@@ -296,7 +296,7 @@ def test_the_forward_moves_the_bytes_of_the_model(plans_and_modules, name):
         tiled = sites > 1
         found.append(model.mix_tile(shape, count, sites) if tiled else model.mix(shape, count, extra, carried, keep))
         count, carried = 0, None
-    assert Counter(found) == Counter(planning.forward_after(plan.family))
+    assert Counter(found) == Counter(schedule.forward_after(plan.family))
 
 
 @pytest.mark.parametrize("name", TOPOLOGIES)
