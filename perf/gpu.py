@@ -476,10 +476,8 @@ def main(arguments: list[str] | None = None) -> int:
         show(name, found)
 
     checked = [name for name in options.sections if name in CORRECTNESS]
-    with ThreadPoolExecutor(1 if options.self_check else max(len(checked), 1)) as together:
-        futures = {together.submit(perform, name, setup, options): name for name in checked}
-        for future in as_completed(futures):
-            done(futures[future], future.result())
+    for name, found in performed(checked, setup, options):
+        done(name, found)
     for name in [name for name in options.sections if name in TIMES]:
         wrong = [other for other in checked if other in needed(name) and not results["sections"][other]["passed"]]
         if wrong:
@@ -488,6 +486,16 @@ def main(arguments: list[str] | None = None) -> int:
         else:
             done(name, perform(name, setup, options))
     return int(not all(found["passed"] for found in results["sections"].values()))
+
+
+def performed(names: list[str], setup: Setup, options: argparse.Namespace) -> Iterator[tuple[str, Row]]:
+    """The reports of sections as they end: on a GPU side by side, else one after another."""
+    if options.self_check:  # not in a thread: in torch 2.11 without a card the first one to trace must not end
+        yield from ((name, perform(name, setup, options)) for name in names)
+        return
+    with ThreadPoolExecutor(max(len(names), 1)) as together:
+        futures = {together.submit(perform, name, setup, options): name for name in names}
+        yield from ((futures[future], future.result()) for future in as_completed(futures))
 
 
 def perform(name: str, setup: Setup, options: argparse.Namespace) -> Row:
