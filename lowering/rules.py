@@ -18,7 +18,10 @@ WASTE = 1.125  # padded / true width that costs nothing: K 72 as 5 x 16 is 1.11,
 VALUES = 16  # a thread: 111 / 111 / 128 at d 2048; 32 are 167 / 183 / 193; 8 save no more than 102 / 104 / 126
 
 TERMS = 4  # of a gradient that norm_backward sums as it reads them: query's, key's and value's, and one more
-BACKWARD = 384  # values a thread times warps of norm_backward: 24 x 16 (d 12288) take 128 registers, 32 x 16 spill
+BACKWARD = 256  # values a thread times warps of norm_backward: 16 x 16 (d 8192) take 128 registers, 24 x 16 spill
+LONGEST = (
+    48  # values a thread of norm_backward beside sums of several heads: 254 registers; 56 spill, of one head 8 bytes
+)
 WIDEST = 64  # values a thread of mix_norm: 128 registers at d 32768; 96 (d 49152) spill
 IN_FLIGHT = 160  # bytes that a thread of mix_norm waits for: at d 1280 four sources, 320, take 165 registers and not 98
 
@@ -151,7 +154,8 @@ def norm_rule(heads: int, head_width: int, itemsize: int) -> NormRule | None:
     if values > WIDEST:
         return None
     group = max(n for n in (1, 2, 4) if n == 1 or n * values * itemsize <= IN_FLIGHT)
-    return NormRule(group, backward=values * rule.warps <= BACKWARD)
+    backward = values * rule.warps <= BACKWARD and (values <= LONGEST or heads == 1)
+    return NormRule(group, backward)
 
 
 @dataclass(frozen=True)

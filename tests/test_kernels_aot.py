@@ -199,10 +199,15 @@ def test_the_widest_row_that_is_normalised_with_its_site_does_not_spill():
     assert [compiled(as_generated(launch)).stack for launch in launches] == [0, 0]
 
 
-def test_the_widest_row_whose_norm_goes_back_with_its_site_does_not_spill():
-    assert not norm_rule(8, 16384 // 8, 2).backward
-    launches = [launch for launch in Rectangle(12288, 8).launches() if launch.kernel.__name__ == "norm_backward"]
+@pytest.mark.parametrize(("width", "heads"), [(8192, 8), (6144, 8), (1536, 8), (7168, 1)])
+def test_the_widest_rows_whose_norm_goes_back_with_their_site_do_not_spill(width, heads):
+    launches = [launch for launch in Rectangle(width, heads).launches() if launch.kernel.__name__ == "norm_backward"]
     assert [compiled(as_generated(launch)).stack for launch in launches] == [0, 0]
+
+
+@pytest.mark.parametrize(("width", "heads"), [(11264, 8), (7168, 8), (16384, 1)])
+def test_norms_of_rows_that_would_spill_go_back_on_their_own(width, heads):
+    assert not norm_rule(heads, width // heads, 2).backward
 
 
 def test_float16_keeps_the_range_of_float32():
