@@ -111,7 +111,7 @@ def check(residual: str, layers: int, row: tuple[Any, ...], compile_with: Any, p
         ours.append(error(results(compiled, model, tokens, inference), truth))
         theirs.append(error(results(unpassed, plain, tokens, inference), truth))
     ratios = [mine / its for mine, its in zip(ours, theirs, strict=True)]
-    # Of one draw the ratio is luck: in one of twenty, eager with each head's columns permuted errs 2.4 to 3.3 times as much.
+    # Of one draw the ratio is luck: eager with each head's columns permuted makes 2.4 to 3.3 of eager in one of twenty.
     assert statistics.geometric_mean(ratios) <= 1.5, ratios
     assert math.hypot(*ours) <= 3 * math.hypot(*theirs), ratios
 
