@@ -112,7 +112,7 @@ def traced(step: Callable[[], None], folder: Path, steps: int = 3) -> profile:
     """Profile some steps and leave the trace in a folder."""
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if torch.cuda.is_available() else [])]
     handler = tensorboard_trace_handler(str(folder))
-    with profile(activities=activities, on_trace_ready=handler) as profiler:
+    with profile(activities=activities, on_trace_ready=handler, acc_events=True) as profiler:
         for _ in range(steps):
             with record_function("step"):
                 step()

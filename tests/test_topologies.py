@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch._dynamo.utils
 from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from mhar_compile import Decoder, Router
 from mhar_compile.ops import reference
@@ -263,7 +264,8 @@ class TestCompiled:
 
     def test_inductor(self):
         decoder = trained("mhar", layers=2).double()  # in float32 a large gradient may miss check's tolerance
-        self.check(decoder, torch.compile(decoder, fullgraph=True), some_tokens())
+        with sdpa_kernel(SDPBackend.MATH):  # torch 2.11 compiles a fused attention in float64 that fails
+            self.check(decoder, torch.compile(decoder, fullgraph=True), some_tokens())
 
     @pytest.mark.parametrize("residual", ["mhar", "delta"])
     def test_any_batch_and_length_share_one_graph(self, residual):
