@@ -270,7 +270,9 @@ def test_compile_time_is_at_most_twice_that_of_prenorm(tmp_path: Path) -> None:
         assert done.returncode == 0, done.stderr
         return float(done.stdout.split()[-1])
 
-    assert seconds("mhar") <= 2 * seconds("prenorm")
+    ours, plain = seconds("mhar"), seconds("prenorm")
+    print(f"processor seconds: mhar {ours:.0f}, prenorm {plain:.0f}")
+    assert ours <= 2 * plain
 
 
 def test_trace_shows_both_graphs() -> None:
