@@ -20,6 +20,10 @@ if os.environ.get("TRITON_INTERPRET") != "1":
 approximate = interpreter._convert_float
 patch_language, patch_tensor, patched = interpreter._patch_lang, interpreter._patch_lang_tensor, set()
 plain_atomic = interpreter.InterpreterBuilder.create_atomic_rmw
+plain_load, plain_store = (
+    interpreter.InterpreterBuilder.create_masked_load,
+    interpreter.InterpreterBuilder.create_masked_store,
+)
 BY_NUMPY = {"maximum": np.max, "minimum": np.min, "_any_combine": np.any}  # of Inductor's; all three keep a NaN
 LIBRARY = {"pow": np.power, "rsqrt": lambda x: 1 / np.sqrt(x)}  # where numpy has no function of that name
 
@@ -74,10 +78,23 @@ def atomic(builder: Any, operation: Any, *handles: Any) -> Any:
     return plain_atomic(builder, operation, *handles)
 
 
+def load(builder: Any, pointers: Any, mask: Any, *others: Any) -> Any:
+    """Triton 3.9 takes truth values alone for a mask, and makes other numbers of some."""
+    mask.data = mask.data.astype(bool)
+    return plain_load(builder, pointers, mask, *others)
+
+
+def store(builder: Any, pointers: Any, values: Any, mask: Any, *others: Any) -> Any:
+    mask.data = mask.data.astype(bool)
+    return plain_store(builder, pointers, values, mask, *others)
+
+
 interpreter._convert_float = convert_float
 interpreter._patch_lang = patch_once
 interpreter._patch_lang_tensor = patch_index
 interpreter.ReduceOps = FastReductions
 interpreter.InterpreterBuilder.create_atomic_rmw = atomic
+interpreter.InterpreterBuilder.create_masked_load = load
+interpreter.InterpreterBuilder.create_masked_store = store
 interpreter.InterpreterBuilder.create_extern_elementwise = of_library
 interpreter._patch_builtin(libdevice, interpreter.interpreter_builder, interpreter._LangPatchScope())
