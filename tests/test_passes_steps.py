@@ -8,7 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-import mhar_compile  # noqa: F401  registers the operators
+from mhar_compile import route
+from mhar_compile.compiler import joint_pass
+from mhar_compile.lowering.tracing import Trace, tracer
 
 mhar = torch.ops.mhar
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
@@ -194,3 +196,16 @@ def test_results_are_contiguous_whatever_the_strides(heads: int, dtype: torch.dt
         grads, dfolded = mhar.pull([x], [rstd], [logits], [0], [0], [x], [lse], [s], [gate], folded, [x], [False])
         results = [logits, rstd, out, lse, residue, *gated, *mixtures, *lses, s, scaled, dgate, *grads, dfolded]
         assert all(result.is_contiguous() for result in results)
+
+
+def test_a_site_of_one_source_has_no_gradient_of_its_query() -> None:
+    """Its logit's gradient is a difference of equal sums: it is zero only where both are rounded alike."""
+    x, first, second = (torch.randn(size, requires_grad=True) for size in ((40, 16), (2, 8), (2, 8)))
+
+    def sites(x: Tensor, first: Tensor, second: Tensor) -> Tensor:
+        return route([x, route([x], first).sin()], second).cos()
+
+    compiled = torch.compile(sites, backend=tracer(Trace(), joint_pass(rewrite="always")), fullgraph=True)
+    grad, other = torch.autograd.grad(compiled(x, first, second).sum(), [first, second])
+    assert not grad.any()
+    assert other.any()
