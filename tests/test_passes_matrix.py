@@ -7,7 +7,6 @@ import functools
 import itertools
 import math
 import operator
-import statistics
 from collections import Counter
 from typing import Any
 
@@ -34,7 +33,7 @@ FACTORS: list[list[Any]] = [
     [False, True],
 ]
 
-DRAWS = 4  # of tokens: of one alone the errors of equal models differ by 1.6
+DRAWS = 16  # of tokens: one alone makes 0.3 to 3.0 of the plain model's error in float32, 16 together 0.86 to 1.04
 
 
 def pairwise(factors: list[list[Any]]) -> list[tuple[Any, ...]]:
@@ -110,10 +109,7 @@ def check(residual: str, layers: int, row: tuple[Any, ...], compile_with: Any, p
         truth = results(exact, exact, tokens, inference)
         ours.append(error(results(compiled, model, tokens, inference), truth))
         theirs.append(error(results(unpassed, plain, tokens, inference), truth))
-    ratios = [mine / its for mine, its in zip(ours, theirs, strict=True)]
-    # Of one draw the ratio is luck: eager with each head's columns permuted makes 2.4 to 3.3 of eager in one of twenty.
-    assert statistics.geometric_mean(ratios) <= 1.5, ratios
-    assert math.hypot(*ours) <= 3 * math.hypot(*theirs), ratios
+    assert math.hypot(*ours) <= 1.5 * math.hypot(*theirs), [a / b for a, b in zip(ours, theirs, strict=True)]
 
 
 @pytest.mark.parametrize("row", pairwise(FACTORS), ids=lambda row: "-".join(str(x).removeprefix("torch.") for x in row))
