@@ -21,6 +21,7 @@ from torch.utils._pytree import tree_map
 
 from .launch import Launch
 from .named import named_arguments, named_kernel, written
+from .versions import LAUNCH_ATTRIBUTES
 
 
 def emit(launch: Launch) -> None:
@@ -85,7 +86,7 @@ class KernelLaunch(ir.UserDefinedTritonKernel):
         self.kernel_idx = -1
         self.kernel_args = arguments
         self.grid = [tuple(grid)]  # three sizes: the launcher has a parameter for each
-        self.launch_kwargs = ()  # from torch 2.14 on: arguments that are options of the compiler
+        vars(self).update(LAUNCH_ATTRIBUTES)
         self.ordered_kwargs_for_cpp_kernel = list(arguments)
         mutated = {tensors[name].get_name(): arguments[name] for name in tensors if name in writes}
         self.mutable_args = list(mutated.values())

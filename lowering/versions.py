@@ -14,6 +14,7 @@ from torch.fx import Graph, Node
 from torch.utils.checkpoint import CheckpointPolicy
 
 __all__ = [
+    "LAUNCH_ATTRIBUTES",
     "MUST_SAVE",
     "CustomGraphPass",
     "InferenceAwarePass",
@@ -29,6 +30,8 @@ __all__ = [
 
 # From 2.13 on a pass may be told whether its graph is one of inference; before that nothing is.
 InferenceAwarePass: Any = getattr(custom_graph_pass, "CustomInferenceAwareGraphPass", CustomGraphPass)
+# What Inductor reads of a launch's node from 2.14 on: arguments that are options of the compiler.
+LAUNCH_ATTRIBUTES: dict[str, Any] = {"launch_kwargs": ()}
 MUST_SAVE = CheckpointPolicy.MUST_SAVE
 RECOMPUTED = (CheckpointPolicy.MUST_RECOMPUTE, CheckpointPolicy.PREFER_RECOMPUTE)
 
