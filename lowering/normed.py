@@ -221,6 +221,7 @@ def norm_backward(
     the norm's weight. A program walks over tiles of tokens.
     """
     TILE: tl.constexpr = tile_of(H, K, TOKENS, HEADS, COLUMNS)
+    DOT: tl.constexpr = tl.float64 if out.dtype.element_ty == tl.float32 else tl.float32  # as in eager_steps.coupling
     summed = zero_row(TILE)
     for tile in range(tl.program_id(0), tl.cdiv(tokens, TOKENS), tl.num_programs(0)):
         token = tokens_of(tile, TILE)
@@ -232,7 +233,7 @@ def norm_backward(
         updated = ()
         dots = ()
         for h in tl.static_range(TILE.GROUPS):
-            product = tl.zeros([TILE.ROWS, TILE.COLUMNS], tl.float32)
+            product = tl.zeros([TILE.ROWS, TILE.COLUMNS], DOT)
             for c in tl.static_range(TILE.CHUNKS):
                 normal, grad = norm_gradient(
                     dy[h * TILE.CHUNKS + c], x[h * TILE.CHUNKS + c], factor, mean, norm_weight, token, live,
@@ -242,7 +243,7 @@ def norm_backward(
                 updated = updated + (summed[h * TILE.CHUNKS + c] + dy[h * TILE.CHUNKS + c] * normal,)
                 if coupled is not None:
                     mixture = restored(x[h * TILE.CHUNKS + c], residue, token, live, h * TILE.CHUNKS + c, TILE)
-                    product += grad.to(tl.float32) * mixture
+                    product += grad.to(DOT) * mixture.to(DOT)
             dots = dots + (product,)
         if weight_sums is not None:
             summed = updated

@@ -104,10 +104,13 @@ def mix_tile(
 
 
 def coupling(grad_out: Tensor, out: Tensor, residue: Tensor | None, heads: int) -> Tensor:
-    """S = <grad_out, mixture> a head, [..., H], for a site whose output is the mixture."""
-    wide = compute_dtype(out.dtype)
-    mixture = out.to(wide) if residue is None else restored(out, residue)
-    return split(grad_out.to(wide) * mixture, heads).sum(-1).contiguous()
+    """S = <grad_out, mixture> a head, [..., H], for a site whose output is the mixture; of float32 in float64.
+
+    What S errs by is in every source's dlogit; where sources are alike their gradients of the query cancel, but for it.
+    """
+    mixture = out.double() if residue is None else restored(out, residue)
+    products = split(grad_out.to(mixture.dtype) * mixture, heads)
+    return products.sum(-1).to(compute_dtype(out.dtype)).contiguous()
 
 
 def coupling_from_sources(

@@ -154,14 +154,15 @@ class Rectangle:
         steps.score(rows[0], folded, 0, self.sites, 1e-6, run=run)
         rule = norm_rule(self.heads, self.width // self.heads, self.dtype.itemsize)
         for extra in ((None, None, None, None), (rows[0], empty(1), wide, heads[0])):
-            keep = self.dtype.itemsize == 2 and extra[0] is None
+            couples = extra[0] is None
+            keep = couples and self.dtype.itemsize == 2
             mixed, _, residue = steps.mix(rows, logits, firsts, 0, *extra, self.dtype, keep, run)
             if rule is not None:
                 norm = steps.Norm(empty(self.width, dtype=self.dtype), 1e-6, self.dtype, not keep, True, rule)
                 steps.mix_norm(norm, rows, logits, firsts, 0, *extra, self.dtype, keep, run=run)
             if rule is not None and rule.backward:
                 given = mixed, residue if keep else None, wide[..., 0].contiguous(), norm.weight, self.heads
-                steps.norm_backward(douts[: 2 + keep], *given, keep, self.dtype, rule, run)
+                steps.norm_backward(douts[: 2 + couples], *given, couples, self.dtype, rule, run)
         steps.mix_tile(rows, logits, firsts, sites, run)
         steps.coupling_from_sources(douts[0], rows, logits, firsts, 0, heads[0], empty(1), run)
         shares = steps.new_shares(folded)

@@ -31,6 +31,7 @@ from mhar_compile.testing import Recipe
 
 SITES, TOKENS, WIDTH, HEADS = 25, 64, 128, 8
 SEEDS = range(5)
+Site = Callable[[list[Tensor], Tensor, Tensor], Tensor]
 SHAPES = {  # of single sites
     "2 sources, 1 head of 64": Recipe((32,), 2, 1, 64),
     "9 sources, 8 heads of 16, null source": Recipe((4, 8), 9, 8, 16, null_source=True),
@@ -55,6 +56,17 @@ def elementwise(out: Tensor, weight: Tensor) -> Tensor:
     return weight * out.tanh()
 
 
+def last_output(
+    site: Site, source: Tensor, queries: list[Tensor], key_weights: list[Tensor], weights: list[Tensor]
+) -> Tensor:
+    """A chain as a function of its tensors, one for each site or sublayer."""
+    sources = [source]
+    for query, key_weight, weight in zip(queries, key_weights, weights, strict=False):
+        sublayer = dense if weight.dim() == 2 else elementwise
+        sources.append(sublayer(site(sources, query, key_weight), weight))
+    return site(sources, queries[-1], key_weights[-1])
+
+
 @dataclass(frozen=True)
 class Chain:
     """The tensors of a chain: source and grad_out [tokens, d], queries [sites, H, K], key weights [sites, d], and the
@@ -69,18 +81,16 @@ class Chain:
     def to(self, dtype: torch.dtype) -> Chain:
         return Chain(*(getattr(self, field.name).to(dtype) for field in fields(self)))
 
-    def gradients(self, site: Callable[[list[Tensor], Tensor, Tensor], Tensor]) -> dict[str, Tensor]:
-        """Of the first source, and of the parameters of every site and sublayer."""
+    def gradients(self, site: Site, run: Callable[..., Tensor] | None = None) -> dict[str, Tensor]:
+        """Of the first source, and of the parameters of every site and sublayer; run: ``last_output``, compiled."""
         first, *parameters = (
             tensor.detach().requires_grad_()
             for tensor in (self.source, *self.queries, *self.key_weights, *self.weights)
         )
-        queries, key_weights, weights = parameters[:SITES], parameters[SITES : 2 * SITES], parameters[2 * SITES :]
-        sublayer, trained = (dense, weights) if self.weights.dim() == 3 else (elementwise, [])
-        sources = [first]
-        for query, key_weight, weight in zip(queries, key_weights, weights, strict=False):
-            sources.append(sublayer(site(sources, query, key_weight), weight))
-        out = site(sources, queries[-1], key_weights[-1])
+        sites = len(self.queries)
+        queries, key_weights, weights = parameters[:sites], parameters[sites : 2 * sites], parameters[2 * sites :]
+        trained = weights if self.weights.dim() == 3 else []
+        out = (run or last_output)(site, first, queries, key_weights, weights)
         named = {"source": first}
         for kind, tensors in (("query", queries[1:]), ("key weight", key_weights[1:]), ("sublayer", trained)):
             named |= {f"{kind} {i}": tensor for i, tensor in enumerate(tensors)}
@@ -90,7 +100,7 @@ class Chain:
         return self.to(torch.float64).gradients(plain)
 
 
-def chain(kind: str, seed: int) -> Chain:
+def chain(kind: str, seed: int, sites: int = SITES) -> Chain:
     """A chain of sublayers that are "dense" (float32), "alike" or "unlike" (bfloat16)."""
     generator = torch.Generator().manual_seed(seed)
 
@@ -98,12 +108,12 @@ def chain(kind: str, seed: int) -> Chain:
         return torch.randn(shape, generator=generator, dtype=torch.float64)
 
     source, grad_out = normal(TOKENS, WIDTH), normal(TOKENS, WIDTH)
-    queries = normal(SITES, HEADS, WIDTH // HEADS) * 0.3 / math.sqrt(WIDTH // HEADS)
-    key_weights = 1 + normal(SITES, WIDTH) / 10
+    queries = normal(sites, HEADS, WIDTH // HEADS) * 0.3 / math.sqrt(WIDTH // HEADS)
+    key_weights = 1 + normal(sites, WIDTH) / 10
     if kind == "dense":
-        weights = normal(SITES - 1, WIDTH, WIDTH) / math.sqrt(WIDTH)
+        weights = normal(sites - 1, WIDTH, WIDTH) / math.sqrt(WIDTH)
     else:
-        weights = normal(SITES - 1, WIDTH) if kind == "unlike" else 1 + normal(SITES - 1, WIDTH) / 10
+        weights = normal(sites - 1, WIDTH) if kind == "unlike" else 1 + normal(sites - 1, WIDTH) / 10
     dtype = torch.float32 if kind == "dense" else torch.bfloat16
     return Chain(source, queries, key_weights, weights, grad_out).to(dtype)
 

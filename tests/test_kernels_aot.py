@@ -189,8 +189,9 @@ def test_norms_in_float32(shape):
     for launch in launches:
         binary = compiled(as_generated(launch))
         assert binary.stack == 0
-        assert binary.registers <= (96 if launch.kernel.__name__ == "mix_norm" else 186)
-        assert binary.count("bar.sync") <= (0 if launch.options["num_warps"] == 1 else 4)
+        couples = launch.arguments.get("coupled") is not None  # in float64; a head may cross warps
+        assert binary.registers <= (96 if launch.kernel.__name__ == "mix_norm" else 254 if couples else 186)
+        assert binary.count("bar.sync") <= (0 if launch.options["num_warps"] == 1 else 4 + 2 * couples)
 
 
 def test_the_widest_row_that_is_normalised_with_its_site_does_not_spill():

@@ -181,6 +181,14 @@ def orders(x: Tensor) -> list[Tensor]:
     return [x.permute(order).contiguous().permute(inverse) for order, inverse in back.items()]
 
 
+def test_coupling_of_a_float32_output_is_rounded_once() -> None:
+    grad_out, out = torch.randn(5, 7, 48), torch.randn(5, 7, 48)
+    truth = (grad_out.double() * out.double()).unflatten(-1, (3, 16)).sum(-1)
+    found = mhar.coupling(grad_out, out, None, 3)
+    assert found.dtype == torch.float32
+    assert ((found - truth).abs() <= 2**-24 * truth.abs() * 1.001).all()
+
+
 @pytest.mark.parametrize("heads", [1, 4])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_results_are_contiguous_whatever_the_strides(heads: int, dtype: torch.dtype) -> None:
