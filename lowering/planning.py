@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from itertools import pairwise, product
 from typing import Literal
 
+import torch
 from torch.fx import Node
 
 from . import model
@@ -148,11 +149,12 @@ def switch_of(family: Family) -> list[bool]:
 
 def outputs_of(family: Family) -> list[set[int]]:
     """Which sites may form S from their outputs: all that can, those of them with most sources, those held, none."""
-    able = [n for n in family.order if n in family.held or may_be_held(family.sites[n])]
+    held = {n for n in family.held if sums_apart(family.sites[n])}
+    able = [n for n in family.order if n in held or (may_be_held(family.sites[n]) and sums_apart(family.sites[n]))]
     able.sort(key=lambda n: len(family.sites[n].sources))
     most = [set(able[len(able) // part :]) for part in (8, 4, 2)]
     found: list[set[int]] = []
-    for choice in (set(able), *most, family.held | most[-1], family.held, set()):
+    for choice in (set(able), *most, held | most[-1], held, set()):
         if choice not in found:
             found.append(choice)
     return found
@@ -182,6 +184,11 @@ def windowed(family: Family, window: int | None, tile: int, frees: bool, room: R
 def may_be_held(site: Site) -> bool:
     """Whether the output is the mixture, and not in the hands of the caller, who may write into it."""
     return site.plain and site.out is not None and not is_returned(site.out)
+
+
+def sums_apart(site: Site) -> bool:
+    """Whether S may be summed otherwise than the pull's dots are: not of one float32 source, whose S equals its dot."""
+    return len(site.sources) > 1 or site.value.dtype != torch.float32
 
 
 def is_returned(node: Node) -> bool:
