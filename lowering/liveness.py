@@ -10,13 +10,10 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node
 
-from .reading import ALIASES, VIEWS
+from .reading import shares_memory
 from .versions import size_of
 
-aten = torch.ops.aten
 Buffer = tuple[Node, tuple[int, ...]]  # the node that makes a tensor, and where among its results
-SHARED = ALIASES | VIEWS | {aten.permute.default, aten.t.default, aten.transpose.int, aten.expand.default}
-SHARED |= {aten.slice.Tensor, aten.select.int, aten.unsqueeze.default, aten.squeeze.default, aten.squeeze.dim}
 
 
 def peak_bytes(graph: Graph) -> int:
@@ -65,10 +62,13 @@ def buffer_of(node: Node, buffers: dict[Node, Buffer]) -> Buffer:
     base = node.args[0] if node.args else None
     if not isinstance(base, Node):
         return node, ()
-    if node.target is operator.getitem and isinstance(node.args[1], int):
+    is_part = node.target is operator.getitem
+    if shares_memory(node) or (is_part and shares_memory(base)):
+        return buffers[base]
+    if is_part and isinstance(node.args[1], int):
         maker, path = buffers[base]
         return maker, (*path, node.args[1])
-    return buffers[base] if node.target in SHARED else (node, ())
+    return node, ()
 
 
 def sizes(value: Any, path: tuple[int, ...] = ()) -> Iterator[tuple[tuple[int, ...], int]]:

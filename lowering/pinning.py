@@ -7,7 +7,7 @@ import operator
 import torch
 from torch.fx import Graph, Node
 
-from .reading import ALIASES, VIEWS
+from .reading import shares_memory
 from .versions import MUST_SAVE, is_recomputed
 
 
@@ -36,7 +36,7 @@ def save(node: Node) -> None:
     while True:
         node.meta["recompute"] = MUST_SAVE
         base = node.args[0] if node.args else None
-        takes_part = node.target in ALIASES | VIEWS or node.target is operator.getitem
+        takes_part = shares_memory(node) or node.target is operator.getitem
         if not takes_part or not isinstance(base, Node) or not is_recomputed(base):
             return
         if node.target is operator.getitem:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import operator
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -16,7 +17,7 @@ from . import model
 from .families import Family, Pull, Sum, Tile
 from .model import Costs, Launch, Shape
 from .partition import Backward
-from .reading import ALIASES, VIEWS, Site
+from .reading import Site, shares_memory
 from .schedule import (
     backward_after,
     backward_before,
@@ -149,9 +150,9 @@ def switch_of(family: Family) -> list[bool]:
 
 def outputs_of(family: Family) -> list[set[int]]:
     """Which sites may form S from their outputs: all that can, those of them with most sources, those held, none."""
-    held = {n for n in family.held if sums_apart(family.sites[n])}
-    able = [n for n in family.order if n in held or (may_be_held(family.sites[n]) and sums_apart(family.sites[n]))]
+    able = [n for n in family.order if may_be_held(family.sites[n]) and sums_apart(family.sites[n])]
     able.sort(key=lambda n: len(family.sites[n].sources))
+    held = family.held & set(able)
     most = [set(able[len(able) // part :]) for part in (8, 4, 2)]
     found: list[set[int]] = []
     for choice in (set(able), *most, held | most[-1], held, set()):
@@ -192,7 +193,11 @@ def sums_apart(site: Site) -> bool:
 
 
 def is_returned(node: Node) -> bool:
-    return any(user.op == "output" or (user.target in ALIASES | VIEWS and is_returned(user)) for user in node.users)
+    """Whether a node, or a view of it, is a result of the graph."""
+    return any(
+        user.op == "output" or ((shares_memory(user) or user.target is operator.getitem) and is_returned(user))
+        for user in node.users
+    )
 
 
 def tiles_of(family: Family, size: int) -> Iterator[Tile]:

@@ -179,6 +179,11 @@ def getitems(nodes: Node | None) -> dict[int, list[Node]]:
     return items
 
 
+def shares_memory(node: Node) -> bool:
+    """Whether a node's result, or every part of it, stands in the memory of the node's first argument."""
+    return getattr(node.target, "is_view", False) or node.target is aten._unsafe_view.default
+
+
 def readers_of(node: Node) -> Iterable[Node]:
     """What reads a node, looking through aliases."""
     for user in node.users:

@@ -13,7 +13,7 @@ from torch.fx import Graph, Node
 from torch.fx.node import map_arg
 
 from .families import Family, Pull, Run, Sum, Tile
-from .reading import ALIASES, VIEWS, Site, cone, only_user, sum_of
+from .reading import Site, cone, only_user, shares_memory, sum_of
 from .versions import MUST_SAVE
 
 mhar = torch.ops.mhar
@@ -334,7 +334,7 @@ def last_part(node: Node) -> Node:
 def erase_with_users(graph: Graph, node: Node) -> None:
     """Erase a node and the parts and views taken from it, none of which anything else may read."""
     for user in list(node.users):
-        if user.target is not operator.getitem and user.target not in ALIASES | VIEWS:
+        if user.target is not operator.getitem and not shares_memory(user):
             raise RuntimeError(f"{user.name} still reads {node.name}")
         erase_with_users(graph, user)
     graph.erase_node(node)

@@ -224,6 +224,38 @@ def test_a_result_may_be_written_into() -> None:
     torch.testing.assert_close(got, expected, rtol=1e-9, atol=1e-9)
 
 
+PARTS: dict[str, Callable[[Tensor], Tensor]] = {
+    "slice": lambda out: out[:, -1:],
+    "select": lambda out: out[:, -1],
+    "split": lambda out: out.split(1, dim=1)[1],
+    "transpose": lambda out: out.transpose(0, 1),
+    "as_strided": lambda out: out.as_strided((2, 2), (1, 2)),
+}
+
+
+@pytest.mark.parametrize("part", PARTS.values(), ids=PARTS.keys())
+def test_a_part_of_an_output_may_be_written_into(part: Callable[[Tensor], Tensor]) -> None:
+    def net(self: Chain, x: Tensor) -> tuple[Tensor, Tensor]:
+        sources = [x]
+        for router in self.routers:
+            out = router(sources)
+            sources.append(out + x.sin())  # whose gradient needs no output
+        return sources[-1].pow(3).sum(), part(out)
+
+    model = Chain(net)
+    leaves = [parameter for router in model.routers for parameter in router.parameters()]
+    x = torch.randn(2, 3, WIDTH, dtype=torch.float64)
+    torch._dynamo.reset()
+    compiled = torch.compile(model, backend=tracer(Trace(), joint_pass(rewrite="always")), fullgraph=True)
+    found = []
+    for function in (model, compiled):
+        loss, mine = function(x)
+        with torch.no_grad():
+            mine.mul_(3)
+        found.append(torch.autograd.grad(loss, leaves))
+    torch.testing.assert_close(found[1], found[0], rtol=1e-9, atol=1e-9)
+
+
 def test_sites_without_tokens_are_left_alone() -> None:
     report, _ = check(Chain(full), x=torch.randn(0, WIDTH, dtype=torch.float64))
     assert [reason.split(": ")[1] for reason in report.left_alone] == ["its sources have no tokens"] * SITES

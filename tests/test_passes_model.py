@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.checkpoint import checkpoint
 
 import mhar_compile
@@ -20,6 +21,7 @@ from mhar_compile import Decoder, DecoderConfig, route
 from mhar_compile.compiler import joint_pass
 from mhar_compile.decoder import Block
 from mhar_compile.lowering import planning
+from mhar_compile.lowering.liveness import levels
 from mhar_compile.lowering.report import Report
 from mhar_compile.lowering.tracing import Trace, trace, tracer
 from mhar_compile.ops import figure3
@@ -273,6 +275,14 @@ def test_compile_time_is_at_most_twice_that_of_prenorm(tmp_path: Path) -> None:
     ours, plain = seconds("mhar"), seconds("prenorm")
     print(f"processor seconds: mhar {ours:.0f}, prenorm {plain:.0f}")
     assert ours <= 2 * plain
+
+
+def test_views_and_parts_of_views_are_no_memory_of_their_own() -> None:
+    graph = make_fx(lambda x: x.exp().split(8)[0].diagonal().exp())(torch.empty(16, 8, device="meta")).graph
+    names = [node.name for node in graph.nodes if "getitem_1" not in node.name]
+    assert names == ["x_1", "exp", "split", "getitem", "diagonal", "exp_1", "output"]
+    graph.eliminate_dead_code()
+    assert levels(list(graph.nodes)) == [512, 1024, 512, 512, 512, 512 + 32, 32]
 
 
 def test_trace_shows_both_graphs() -> None:
