@@ -19,12 +19,19 @@ def pin(graph: Graph) -> int:
     """
     pinned = set()
     for site in graph.find_nodes(op="call_function", target=torch.ops.mhar.route.default):
-        for source in site.all_input_nodes:
+        for source in map(behind_views, site.all_input_nodes):
             if is_recomputed(site) and is_recomputed(source) and region(source) != region(site):
                 pinned.add(source)
     for source in pinned:
         save(source)
     return len(pinned)
+
+
+def behind_views(node: Node) -> Node:
+    """What a view outside of all regions is a view of."""
+    while shares_memory(node) and not is_recomputed(node) and isinstance(node.args[0], Node):
+        node = node.args[0]
+    return node
 
 
 def region(node: Node) -> object:

@@ -224,6 +224,35 @@ def test_a_result_may_be_written_into() -> None:
     torch.testing.assert_close(got, expected, rtol=1e-9, atol=1e-9)
 
 
+def twice(y: Tensor) -> Tensor:
+    return torch.cat([y, y], 1).chunk(2, 1)[0]
+
+
+@pytest.mark.parametrize(
+    ("within", "outside"),
+    [(torch.t, torch.t), (twice, torch.clone), (torch.clone, torch.t), (torch.clone, torch.neg)],
+    ids=["transposes", "chunk", "transposed outside", "negated outside"],
+)
+def test_no_region_is_computed_again_for_what_sites_read(
+    within: Callable[[Tensor], Tensor], outside: Callable[[Tensor], Tensor]
+) -> None:
+    """Through whatever views the sources come from checkpointed regions."""
+
+    def net(self: Chain, x: Tensor) -> Tensor:
+        def region(n: int, *sources: Tensor) -> Tensor:
+            return within(self.layers[n](self.routers[n](sources)))
+
+        sources = [x]
+        for n in range(SITES):
+            sources.append(outside(checkpoint(region, n, *sources, use_reentrant=False)))
+        return route(sources, self.routers[0].query)
+
+    _, found = check(Chain(net), x=torch.randn(WIDTH, WIDTH, dtype=torch.float64))
+    backward = count([found.after[0][1]])
+    assert backward["aten.addmm.default"] <= 1  # the last region's
+    assert backward["aten.mm.default"] == 2 * SITES
+
+
 PARTS: dict[str, Callable[[Tensor], Tensor]] = {
     "slice": lambda out: out[:, -1:],
     "select": lambda out: out[:, -1],
