@@ -18,6 +18,9 @@ PIECES = (
 class Report:
     """What the passes found and did, summed over the graphs they saw. Bytes and rows are the model's, for one step.
 
+    A site whose form the passes do not know (its weights are read, its query depends on an activation, it has no
+    sources) counts as a site and is named in ``left_alone``; of its bytes, launches and rows nothing is known.
+
     Attributes:
         graphs: graphs with routes in them; more than one means that the passes saw the model in pieces.
         sites: ``mhar::route`` nodes.

@@ -34,9 +34,13 @@ def trace(
     model: Callable[..., Any], inputs: Sequence[Any], passes: Callable[[Callable[[Report], None]], JointPass]
 ) -> Trace:
     """Call a model once, and trace its graphs."""
+
+    def called(*inputs: Any) -> Any:
+        return model(*inputs)  # in a frame of ours: what is compiled already would go past the tracer
+
     found = Trace()
     torch._dynamo.reset()
-    torch.compile(model, backend=tracer(found, passes(found.reports.append)))(*inputs)
+    torch.compile(called, backend=tracer(found, passes(found.reports.append)))(*inputs)
     torch._dynamo.reset()
     return found
 
