@@ -11,6 +11,7 @@ from torch.fx import Graph, GraphModule, Node
 from torch.fx.graph import PythonCode
 
 from .liveness import Buffer, levels, lifetimes
+from .reading import is_tangent
 
 
 def split(module: GraphModule, joint_inputs: Sequence[Any], **options: Any) -> tuple[GraphModule, GraphModule]:
@@ -98,7 +99,7 @@ def forward_outputs(joint: Graph) -> int:
     for result in results:
         if not isinstance(result, Node) or result.meta.get("partitioner_tag") == "is_backward":
             break
-        if result.op == "placeholder" and "tangents" in result.name:
+        if is_tangent(result):
             break
         count += 1
     return count

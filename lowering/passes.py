@@ -129,14 +129,16 @@ def improve(graph: Graph, settings: Settings, report: Report) -> None:
     routes = graph.find_nodes(op="call_function", target=torch.ops.mhar.route.default)
     report.graphs += 1
     report.sites += len(routes)
-    report.sources += len({source for node in routes for source in names.of_all(node.args[0])})
-    report.pinned += pin(graph)
-    backup = Backup(graph)
+    backup = None
     try:
+        report.sources += len({source for node in routes for source in names.of_all(node.args[0])})
+        report.pinned += pin(graph)
+        backup = Backup(graph)
         choice = rewritten(graph, settings, backup)
     except Exception as error:  # the compile must go on
         log.warning("mhar_compile leaves a graph as it is: %s", error, exc_info=True)
-        backup.restore(graph)
+        if backup is not None:
+            backup.restore(graph)
         report.left_alone.append(f"every site of the graph: {type(error).__name__}: {error}")
         return
     report.left_alone += choice.left_alone
@@ -181,6 +183,7 @@ def carry_out(graph: Graph, plans: list[Plan]) -> None:
         write = Writer(graph, mode)
         for plan in plans:
             Rewrite(plan.family, write).run()
+        write.finish()
         stable_topological_sort(graph)  # what reads a query's gradient moves behind the last pull
         graph.lint()
 

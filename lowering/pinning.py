@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+from typing import Any
 
 import torch
 from torch.fx import Graph, Node
@@ -39,14 +40,19 @@ def region(node: Node) -> object:
 
 
 def save(node: Node) -> None:
-    """Save a node and what it is a view or a part of; of what has parts, all: none could be computed again."""
+    """Save a node and what it is a view of; of a node with parts all of them: none could be computed again.
+
+    Of such a node itself nothing is said: a partitioner with a memory budget would save the tuple.
+    """
     while True:
-        node.meta["recompute"] = MUST_SAVE
-        base = node.args[0] if node.args else None
-        takes_part = shares_memory(node) or node.target is operator.getitem
-        if not takes_part or not isinstance(base, Node) or not is_recomputed(base):
+        base: Any = node.args[0] if node.args else None
+        is_part = node.target is operator.getitem
+        for tensor in base.users if is_part else [node]:
+            tensor.meta["recompute"] = MUST_SAVE
+        if is_part and shares_memory(base):
+            base = base.args[0]
+        elif not shares_memory(node):
             return
-        if node.target is operator.getitem:
-            for part in base.users:
-                part.meta["recompute"] = MUST_SAVE
+        if not isinstance(base, Node) or not is_recomputed(base):
+            return
         node = base

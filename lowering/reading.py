@@ -211,7 +211,15 @@ def cone(node: Node) -> list[Node]:
 def is_free(node: Node, sources: set[Node]) -> bool:
     """Whether a node can be computed before every site."""
     nodes = cone(node)
+    read = {node, *(given for at in nodes for given in at.all_input_nodes)}
+    if any(is_tangent(given) for given in read):
+        return False
     return len(nodes) <= CONE_LIMIT and not any(at in sources or is_fixed(at) for at in nodes)
+
+
+def is_tangent(node: Node) -> bool:
+    """Whether a node is an input of the backward: the gradient of a result."""
+    return node.op == "placeholder" and "tangents" in node.name
 
 
 def is_fixed(node: Node) -> bool:

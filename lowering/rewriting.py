@@ -26,6 +26,7 @@ class Writer:
     def __init__(self, graph: Graph, mode: FakeTensorMode) -> None:
         self.graph = graph
         self.mode = mode
+        self.parted: list[Node] = []  # nodes of several results, which are saved
         self.replaced: dict[Node, Node] = {}  # a plan names nodes of the graph as it was: sources, gradients
 
     def replace(self, node: Node, other: Node) -> None:
@@ -47,8 +48,10 @@ class Writer:
             node.meta["val"] = target(*map_arg(args, lambda arg: arg.meta["val"]))
         node.meta.update({tag: like.meta[tag] for tag in TAGS if tag in like.meta})
         if saved:
-            node.meta["recompute"] = MUST_SAVE
             node.meta.pop("ac_graph_id", None)  # it belongs to no region
+            node.meta["recompute"] = MUST_SAVE
+            if isinstance(node.meta["val"], tuple):
+                self.parted.append(node)
         return node
 
     def part(self, node: Node, *path: int) -> Node:
@@ -58,6 +61,11 @@ class Writer:
             node = self.graph.call_function(operator.getitem, (node, index))
             node.meta.update(tags, val=value)
         return node
+
+    def finish(self) -> None:
+        """Leave what is to be saved to the parts of a node: a partitioner with a memory budget would save the tuple."""
+        for node in self.parted:
+            del node.meta["recompute"]
 
 
 class Rewrite:
@@ -206,7 +214,7 @@ class Rewrite:
                 node = self.write.call(mhar.coupling_from_sources.default, args, site.backward)
                 self.couplings[number] = self.write.part(node, 0)
                 if "gate" in site.parameter_grads:
-                    site.parameter_grads["gate"].replace_all_uses_with(self.write.part(node, 1))
+                    self.write.replace(site.parameter_grads["gate"], self.write.part(node, 1))
             if number in self.nulls and {"query", "key_weight", "null_source"} & site.parameter_grads.keys():
                 self.pull_null(number, site)
 
@@ -222,7 +230,7 @@ class Rewrite:
             dtype = wanted.meta["val"].dtype
             if grad.meta["val"].dtype != dtype:
                 grad = self.write.call(torch.ops.prims.convert_element_type.default, (grad, dtype), site.backward)
-            wanted.replace_all_uses_with(grad)
+            self.write.replace(wanted, grad)
 
     def arrived(self, sites: list[int], base: int) -> tuple[Any, ...]:
         """What pulls read of their sites: numbers from a window's first on, gradients, log-sum-exps, S and gates."""
@@ -314,7 +322,7 @@ class Rewrite:
             node = self.write.call(mhar.unfold.default, args, anchor)
             for number, name in wanted:
                 grad = self.write.part(node, name == "key_weight", number - window.start)
-                of[number].parameter_grads[name].replace_all_uses_with(grad)
+                self.write.replace(of[number].parameter_grads[name], grad)
 
     def erase(self) -> None:
         """Remove the routes and their backwards, of which nothing is read any more."""

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -106,6 +107,24 @@ def test_inductor_options_with_the_users_own_pass() -> None:
     assert options["joint_custom_pre_pass"].uuid() is None  # theirs has no key, so nothing may be cached
 
 
+def test_a_users_pass_may_leave_nodes_without_values() -> None:
+    """Where a site reads one the graph is left alone, and the reason says so."""
+
+    def mine(graph: Graph) -> None:
+        for node in graph.find_nodes(op="call_function", target=torch.ops.mhar.route.default):
+            first, *others = node.args[0]
+            with graph.inserting_before(node):
+                other = graph.call_function(torch.ops.aten.view.default, (first, [-1, 8]))
+                node.args = ([other, *others], *node.args[1:])
+
+    options, model = mhar_compile.inductor_options({"joint_custom_pre_pass": mine}, rewrite="always"), Net()
+    reports = seen_by(options)
+    with torch.no_grad():
+        x = torch.randn(5, 8)
+        torch.testing.assert_close(torch.compile(model, options=options)(x), model(x), rtol=1e-4, atol=1e-5)
+    assert reports[0].left_alone == ["every site of the graph: KeyError: 'val'"]
+
+
 def test_a_pass_in_the_configuration_is_kept() -> None:
     seen: list[Graph] = []
     model = Net()
@@ -151,6 +170,22 @@ def test_explain() -> None:
     assert any(line.split() == ["pulled", "4"] for line in lines)
     with torch.no_grad():
         assert mhar_compile.explain(model, torch.randn(50, 8), rewrite="always").pulled == 0
+
+
+def compiled_itself(model: Net) -> None:
+    model.compile()
+
+
+def compiled_forward(model: Net) -> None:
+    model.forward = torch.compile(model.forward)  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize("compiled", [compiled_itself, compiled_forward])
+def test_explain_of_a_model_that_is_compiled_already(compiled: Callable[[Net], None]) -> None:
+    model = Net()
+    compiled(model)
+    assert mhar_compile.explain(model, torch.randn(50, 8), rewrite="always").pulled == 4
+    assert mhar_compile.explain(torch.compile(model), torch.randn(50, 8), rewrite="always").pulled == 4
 
 
 CACHED = """

@@ -253,6 +253,70 @@ def test_no_region_is_computed_again_for_what_sites_read(
     assert backward["aten.mm.default"] == 2 * SITES
 
 
+@pytest.mark.parametrize("within", [torch.clone, twice, lambda y: y.split(WIDTH, -1)[0]], ids=["", "chunk", "split"])
+@pytest.mark.parametrize("budget", [0.2, 0.5])
+def test_a_memory_budget_over_checkpointed_regions(budget: float, within: Callable[[Tensor], Tensor]) -> None:
+    """What must be saved are tensors: a tuple of several results could not be handed to the backward."""
+
+    def net(self: Chain, x: Tensor) -> Tensor:
+        def region(*sources: Tensor) -> tuple[Tensor, ...]:
+            new = list(sources)
+            for router, layer in zip(self.routers, self.layers, strict=True):
+                new.append(within(layer(router(new)).tanh()))
+            return tuple(new)
+
+        sources: tuple[Tensor, ...] = (x,)
+        for _ in range(3):
+            sources = checkpoint(region, *sources, use_reentrant=False)
+        return sources[-1]
+
+    with torch._functorch.config.patch(activation_memory_budget=budget, is_non_builtin_to_include=True):
+        report, found = check(Chain(net, null_source=True), x=torch.randn(2, 3, WIDTH).double().requires_grad_())
+    assert report.pulled == 3 * SITES
+    values = [node.meta["val"] for node in found.after[0][1].find_nodes(op="placeholder")]
+    assert not any(isinstance(value, (tuple, list)) for value in values)
+
+
+class Turned(torch.autograd.Function):
+    """Its backward routes, with a query taken from the gradient that arrives."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x.sin()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        (x,) = ctx.saved_tensors
+        query = grad[0, 0].view(HEADS, -1)
+        return torch.ops.mhar.route([x, x.cos()], query, None, None, None, None, 1e-6)[0]
+
+
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # Dynamo does, of a Function
+@pytest.mark.parametrize(
+    "net", [lambda _, x: Turned.apply(x), lambda self, x: Turned.apply(full(self, x))], ids=["alone", "behind sites"]
+)
+def test_a_query_taken_from_the_gradient_of_a_result(net: Net) -> None:
+    x = torch.randn(2, 3, WIDTH, dtype=torch.float64, requires_grad=True)
+    report, _ = check(Chain(net), x=x)
+    assert len(report.left_alone) == 1
+    assert report.left_alone[0].endswith("its query or key weight depends on an activation")
+
+
+@pytest.mark.parametrize(("use", "width"), [("null_source", WIDTH), ("key_weight", WIDTH), ("gate", 1)])
+def test_outputs_that_are_parameters_of_later_sites(use: str, width: int) -> None:
+    """Of sites over vectors: what takes the place of an output has its gradient too."""
+
+    def net(self: Chain, x: Tensor) -> Tensor:
+        given: dict[str, Tensor] = {}
+        for router in self.routers:
+            given = {use: route([x, x.cos()], router.query.flatten()[:width], heads=1, residual=x, **given)}
+        return given[use]
+
+    report, _ = check(Chain(net), x=torch.randn(width, dtype=torch.float64, requires_grad=True))
+    assert report.pulled
+
+
 PARTS: dict[str, Callable[[Tensor], Tensor]] = {
     "slice": lambda out: out[:, -1:],
     "select": lambda out: out[:, -1],
