@@ -20,7 +20,7 @@ from .model import Costs
 from .partition import Backward
 from .pinning import pin
 from .planning import Plan, Settings
-from .reading import Names, read
+from .reading import Names, UnknownFormError, read
 from .report import Report
 from .rewriting import Rewrite, Writer
 from .versions import (
@@ -30,6 +30,7 @@ from .versions import (
     graph_passes,
     reorders_graphs,
     stable_topological_sort,
+    symbol,
     takes_inference,
 )
 
@@ -132,14 +133,15 @@ def improve(graph: Graph, settings: Settings, report: Report) -> None:
     backup = None
     try:
         report.sources += len({source for node in routes for source in names.of_all(node.args[0])})
-        report.pinned += pin(graph)
+        report.pinned, backward = pin(graph)
         backup = Backup(graph)
-        choice = rewritten(graph, settings, backup)
+        choice = rewritten(graph, settings, backward, backup)
     except Exception as error:  # the compile must go on
         log.warning("mhar_compile leaves a graph as it is: %s", error, exc_info=True)
         if backup is not None:
             backup.restore(graph)
-        report.left_alone.append(f"every site of the graph: {type(error).__name__}: {error}")
+        kind = "" if isinstance(error, UnknownFormError) else f"{type(error).__name__}: "
+        report.left_alone.append(f"every site of the graph: {kind}{error}")
         return
     report.left_alone += choice.left_alone
     for family in choice.unchanged:
@@ -158,9 +160,8 @@ class Choice:
     left_alone: list[str]
 
 
-def rewritten(graph: Graph, settings: Settings, backup: Backup) -> Choice:
+def rewritten(graph: Graph, settings: Settings, backward: Backward, backup: Backup) -> Choice:
     """Plan and carry out. A plan is an estimate: one whose backward then holds too much gives way to a tighter one."""
-    backward = Backward(graph)
     most = aim = 1 + settings.slack
     for _ in range(ATTEMPTS):
         choice = plan_all(graph, settings, backward, aim)
@@ -184,8 +185,24 @@ def carry_out(graph: Graph, plans: list[Plan]) -> None:
         for plan in plans:
             Rewrite(plan.family, write).run()
         write.finish()
-        stable_topological_sort(graph)  # what reads a query's gradient moves behind the last pull
+        share_sizes(graph)
+        sort(graph)
         graph.lint()
+
+
+def share_sizes(graph: Graph) -> None:
+    """Read equal sizes off one tensor: one that the backward reads off a recomputed tensor has it computed again."""
+    first: dict[object, Node] = {}
+    for node in graph.find_nodes(op="call_function", target=torch.ops.aten.sym_size.int):
+        node.replace_all_uses_with(first.setdefault(symbol(node.meta["val"]), node))
+
+
+def sort(graph: Graph) -> None:
+    """Move what reads a query's gradient behind the last pull."""
+    try:
+        stable_topological_sort(graph)
+    except AssertionError as error:
+        raise UnknownFormError("the gradient of a query or key weight is part of a source's or an output's") from error
 
 
 def plan_all(graph: Graph, settings: Settings, backward: Backward, aim: float) -> Choice:

@@ -8,24 +8,36 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node
 
+from .partition import Backward
 from .reading import shares_memory
 from .versions import MUST_SAVE, is_recomputed
 
 
-def pin(graph: Graph) -> int:
-    """Save each tensor that a recomputed site reads from another checkpointed region; returns how many.
+def pin(graph: Graph) -> tuple[int, Backward]:
+    """Save what recomputed sites read from other checkpointed regions; returns how many tensors, and the backward then.
 
     A region that ends in a view (a linear layer on 3-D input does) saves nothing by itself: the partitioner always
-    recomputes views, and with it what they are views of. So the tensor behind the view is saved.
+    recomputes views, and with it what they are views of. So the tensor behind the view is saved. If the backward then
+    held more, nothing is saved: its peak may be where it begins, with all that is saved.
     """
     pinned = set()
     for site in graph.find_nodes(op="call_function", target=torch.ops.mhar.route.default):
         for source in map(behind_views, site.all_input_nodes):
             if is_recomputed(site) and is_recomputed(source) and region(source) != region(site):
                 pinned.add(source)
+    plain = Backward(graph)
+    if not pinned:
+        return 0, plain
+    tags = {node: node.meta["recompute"] for node in graph.nodes if "recompute" in node.meta}
+    most = plain.peak
     for source in pinned:
         save(source)
-    return len(pinned)
+    backward = Backward(graph)
+    if backward.peak <= most:
+        return len(pinned), backward
+    for node, tag in tags.items():
+        node.meta["recompute"] = tag
+    return 0, plain
 
 
 def behind_views(node: Node) -> Node:

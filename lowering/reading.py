@@ -78,10 +78,11 @@ def read(graph: Graph) -> Reading:
     sources = {source for node in routes for source in names.of_all(node.args[0])}
     sites = []
     for site in found:
-        if is_free(site.query, sources) and (site.key_weight is None or is_free(site.key_weight, sources)):
-            sites.append(site)
+        reasons = [binding(node, sources) for node in (site.query, site.key_weight) if node is not None]
+        if any(reasons):
+            left_alone.append(f"{site.node.name}: its query or key weight {next(filter(None, reasons))}")
         else:
-            left_alone.append(f"{site.node.name}: its query or key weight depends on an activation")
+            sites.append(site)
     return Reading(sites, left_alone)
 
 
@@ -208,13 +209,16 @@ def cone(node: Node) -> list[Node]:
     return sorted(seen)
 
 
-def is_free(node: Node, sources: set[Node]) -> bool:
-    """Whether a node can be computed before every site."""
+def binding(node: Node, sources: set[Node]) -> str | None:
+    """Why a node cannot be computed before every site, if it cannot."""
     nodes = cone(node)
-    read = {node, *(given for at in nodes for given in at.all_input_nodes)}
-    if any(is_tangent(given) for given in read):
-        return False
-    return len(nodes) <= CONE_LIMIT and not any(at in sources or is_fixed(at) for at in nodes)
+    if any(is_tangent(given) for at in nodes for given in at.all_input_nodes) or is_tangent(node):
+        return "depends on a gradient"
+    if any(at in sources or is_route(at) for at in nodes):
+        return "depends on an activation"
+    if any(is_fixed(at) for at in nodes):
+        return "depends on randomness, or on an operation that the passes do not move"
+    return f"takes more than {CONE_LIMIT} operations to compute" if len(nodes) > CONE_LIMIT else None
 
 
 def is_tangent(node: Node) -> bool:
@@ -222,12 +226,16 @@ def is_tangent(node: Node) -> bool:
     return node.op == "placeholder" and "tangents" in node.name
 
 
+def is_route(node: Node) -> bool:
+    return getattr(node.target, "namespace", None) == "mhar"
+
+
 def is_fixed(node: Node) -> bool:
-    """Whether a node must stay where it is: routing, randomness, or no plain operator."""
+    """Whether a node must stay where it is: randomness, or no plain operator."""
     target = node.target
     if not isinstance(target, torch._ops.OpOverload):
         return target is not operator.getitem and not getattr(target, "__module__", "").startswith("_operator")
-    return target.namespace == "mhar" or torch.Tag.nondeterministic_seeded in target.tags
+    return torch.Tag.nondeterministic_seeded in target.tags
 
 
 def sum_of(grad: Node) -> tuple[Node, Node]:

@@ -253,6 +253,28 @@ def test_no_region_is_computed_again_for_what_sites_read(
     assert backward["aten.mm.default"] == 2 * SITES
 
 
+def test_sizes_of_recomputed_tensors_have_nothing_computed_again() -> None:
+    """Here views of the same shape are the last that read these sizes in the forward, and sites look through them."""
+
+    def net(self: Chain, x: Tensor) -> Tensor:
+        def region(n: int, *sources: Tensor) -> Tensor:
+            return self.layers[n](self.routers[n]([s.view(s.shape) for s in sources])).tanh()
+
+        sources = [torch.cat([x, x.cos()], 1)]
+        for n in range(SITES):
+            sources.append(checkpoint(region, n, *sources, use_reentrant=False))
+        return sources[-1]
+
+    x = torch.randn(2, 3, WIDTH, dtype=torch.float64, requires_grad=True)
+    for dim in (0, 1):
+        torch._dynamo.mark_dynamic(x, dim)
+    report, found = check(Chain(net), x=x)
+    assert report.pulled == SITES
+    plain, passed = (count(list(pair)) for pair in (found.before[0], found.after[0]))
+    assert passed["aten.addmm.default"] <= plain["aten.addmm.default"]
+    assert passed["aten.mm.default"] <= plain["aten.mm.default"]
+
+
 @pytest.mark.parametrize("within", [torch.clone, twice, lambda y: y.split(WIDTH, -1)[0]], ids=["", "chunk", "split"])
 @pytest.mark.parametrize("budget", [0.2, 0.5])
 def test_a_memory_budget_over_checkpointed_regions(budget: float, within: Callable[[Tensor], Tensor]) -> None:
@@ -300,7 +322,31 @@ def test_a_query_taken_from_the_gradient_of_a_result(net: Net) -> None:
     x = torch.randn(2, 3, WIDTH, dtype=torch.float64, requires_grad=True)
     report, _ = check(Chain(net), x=x)
     assert len(report.left_alone) == 1
-    assert report.left_alone[0].endswith("its query or key weight depends on an activation")
+    assert report.left_alone[0].endswith("its query or key weight depends on a gradient")
+
+
+class Mixed(torch.autograd.Function):
+    """Its backward adds a parameter's gradient to an activation's."""
+
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        return query.clone(), y.clone()
+
+    @staticmethod
+    def backward(ctx: Any, of_query: Tensor, of_y: Tensor) -> tuple[Tensor, Tensor]:
+        return of_query, of_y + of_query.sum()
+
+
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # Dynamo does, of a Function
+def test_a_gradient_of_a_query_that_an_earlier_site_waits_for() -> None:
+    def net(self: Chain, x: Tensor) -> Tensor:
+        query, y = Mixed.apply(self.routers[1].query, route([x, x.sin()], self.routers[0].query).tanh())
+        return route([x, y, route([x, y], query).tanh()], self.routers[2].query)
+
+    report, _ = check(Chain(net))
+    assert report.left_alone == [
+        "every site of the graph: the gradient of a query or key weight is part of a source's or an output's"
+    ]
 
 
 @pytest.mark.parametrize(("use", "width"), [("null_source", WIDTH), ("key_weight", WIDTH), ("gate", 1)])
@@ -414,6 +460,14 @@ def activation_query(self: Chain, x: Tensor) -> Tensor:
     return sublayers(self, x, read)[-1]
 
 
+def random_query(self: Chain, x: Tensor) -> Tensor:
+    def read(n: int, sources: list[Tensor]) -> Tensor:
+        query = self.routers[n].query
+        return route(sources, query + torch.rand_like(query).clamp(3, 3) if n == 2 else query)
+
+    return sublayers(self, x, read)[-1]
+
+
 def weights_read(self: Chain, x: Tensor) -> tuple[Tensor, Tensor]:
     sources = sublayers(self, x, lambda n, sources: self.routers[n](sources))
     out, weights = route(sources, self.routers[0].query, return_weights=True)
@@ -431,6 +485,7 @@ def null_alone(self: Chain, x: Tensor) -> Tensor:
     ("net", "options", "reason"),
     [
         (activation_query, {}, "its query or key weight depends on an activation"),
+        (random_query, {}, "depends on randomness, or on an operation that the passes do not move"),
         (weights_read, {}, "its weights are read"),
         (null_alone, {"null_source": True}, "it has no sources but the null source"),
     ],

@@ -99,6 +99,36 @@ def test_the_backward_never_holds_more(residual: str, layers: int, dtype: torch.
         assert report.peak_after < report.peak_before / 2
 
 
+@pytest.mark.parametrize("chunks", [1, 8])
+def test_sources_are_not_pinned_where_the_backward_would_hold_more(chunks: int) -> None:
+    """A peak at the backward's beginning, behind sublayers that are not checkpointed, rises with all that is saved; but
+    chunks keep the whole alive."""
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.queries = nn.ParameterList(torch.randn(4, 8) for _ in range(3))
+            self.layers = nn.ModuleList(nn.Linear(32, 32 * chunks, bias=False) for _ in range(3))
+            self.head = nn.Linear(32, 32)
+
+        def region(self, n: int, *sources: Tensor) -> Tensor:
+            out: Tensor = self.layers[n](route(sources, self.queries[n]))
+            return out.chunk(chunks, -1)[0] if chunks > 1 else out
+
+        def forward(self, x: Tensor) -> Tensor:
+            sources = [x]
+            for n in range(3):
+                sources.append(checkpoint(self.region, n, *sources, use_reentrant=False))
+            y = sources[-1]
+            for _ in range(4):
+                y = self.head(y).sin() * y.cos()
+            return y
+
+    report = mhar_compile.explain(Model(), torch.randn(2, 64, 32).requires_grad_())
+    assert report.pinned == (2 if chunks > 1 else 0)
+    assert report.peak_after <= report.peak_before
+
+
 def test_a_plan_that_holds_too_much_gives_way(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where the model takes every tensor of the sites for nothing, measuring the backward still keeps the promise."""
     monkeypatch.setattr(planning, "timeline_after", lambda family: [0] * (2 * len(family.order) + 1))
