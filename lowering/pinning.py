@@ -9,7 +9,7 @@ import torch
 from torch.fx import Graph, Node
 
 from .partition import Backward
-from .reading import shares_memory
+from .reading import is_tangent, shares_memory
 from .versions import MUST_SAVE, is_recomputed
 
 
@@ -18,7 +18,8 @@ def pin(graph: Graph) -> tuple[int, Backward]:
 
     A region that ends in a view (a linear layer on 3-D input does) saves nothing by itself: the partitioner always
     recomputes views, and with it what they are views of. So the tensor behind the view is saved. If the backward then
-    held more, nothing is saved: its peak may be where it begins, with all that is saved.
+    held more, nothing is saved: its peak may be where it begins, with all that is saved. In a graph of inference, which
+    keeps the tags of checkpointing on torch 2.11, there is nothing to save.
     """
     pinned = set()
     for site in graph.find_nodes(op="call_function", target=torch.ops.mhar.route.default):
@@ -26,7 +27,7 @@ def pin(graph: Graph) -> tuple[int, Backward]:
             if is_recomputed(site) and is_recomputed(source) and region(source) != region(site):
                 pinned.add(source)
     plain = Backward(graph)
-    if not pinned:
+    if not pinned or not any(is_tangent(node) for node in graph.find_nodes(op="placeholder")):
         return 0, plain
     tags = {node: node.meta["recompute"] for node in graph.nodes if "recompute" in node.meta}
     most = plain.peak

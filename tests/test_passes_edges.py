@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.fx import Graph
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint
 
 from mhar_compile import Router, route
 from mhar_compile.compiler import joint_pass
@@ -521,6 +521,21 @@ def test_inference(net: Net) -> None:
     assert not found.before
     assert not report.left_alone
     assert not count(found.inference)["mhar.route.default"]
+
+
+def test_tags_of_checkpointing_in_a_graph_of_inference() -> None:
+    """Torch 2.11 leaves them there; without a backward nothing is pinned."""
+
+    def tag(graph: Graph) -> None:
+        for n, node in enumerate(graph.nodes):
+            if node.op == "call_function":
+                node.meta.update(recompute=CheckpointPolicy.PREFER_RECOMPUTE, ac_graph_id=n)
+
+    with torch.no_grad():
+        report, _ = check(Chain(full), before=tag)
+    assert not report.left_alone
+    assert report.scored == SITES
+    assert report.pinned == 0
 
 
 def test_never_leaves_the_graph_as_it_is() -> None:
